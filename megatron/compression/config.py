@@ -157,10 +157,10 @@ class CompressionConfig:
         """
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
-        for name in [
-            name for name, value in vars(args).items() if name.startswith("tp_comm_") and value is True
-        ]:
-            setattr(args, name, False)
+        settings = vars(args)
+        settings |= {
+            name: False for name in settings if name.startswith("tp_comm_") and settings[name] is True
+        }
         return [
             "--tp-comm-overlap is switched off: userbuffers send past the codecs, and kept without them they "
             "took 311 to 381 ms an iteration and a gradient norm of 92, where NCCL took 284 ms and had 1"

@@ -35,7 +35,6 @@ from megatron.compression.torch_native.spec import (
     apply_native_defaults,
     block_spec,
     is_covered,
-    make_predictions_native,
 )
 
 
@@ -248,7 +247,7 @@ def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
     transformer = model_config.transformer
     if transformer.transformer_impl != "local" or not is_covered(transformer):
         return default_layer_spec(model_config, vp_stage)
-    gaps.after_prediction_spec(make_predictions_native)
+    gaps.predict_with_own_layers()
     return block_spec(transformer, vp_stage)
 
 

@@ -106,11 +106,12 @@ def regions_worker(rank: int, world_size: int) -> None:
     from megatron.core.transformer import multi_latent_attention as module
 
     from megatron.compression.communication.site import CommSite
-    from megatron.compression.tensor_parallel import regions
+    from megatron.compression.patches import communication
+    from megatron.compression.tensor_parallel import layers
 
     start_model_parallel(world_size)
     group = parallel_state.get_tensor_model_parallel_group()
-    regions.attach()
+    communication.through_regions(layers.REGIONS)
     names = ("gather_from_sequence", "gather_from_tensor_model", "scatter_to_sequence")
     for name in names:
         function = partial(getattr(module, f"{name}_parallel_region"), group=group)
@@ -119,8 +120,8 @@ def regions_worker(rank: int, world_size: int) -> None:
             run = run_with(codec or "none")
             x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
             audit = TransportAudit(world_size)
-            with audit, regions.through(codec and CommSite("attention", group, run)):
-                y = function(x)
+            with audit:
+                y = layers._running(codec and CommSite("attention", group, run), function, x)
                 y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)))
             results.append((y.detach(), x.grad))
             assert codec is None or total_of(run.ledger.rows()) == audit.sent

@@ -213,7 +213,6 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
     ("megatron", "fix"),
     [
         ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
-        ({"transformer_impl": "transformer_engine", "tp_comm_overlap": True}, "--tp-comm-overlap sends"),
         (
             {"transformer_impl": "transformer_engine", "symmetric_ar_type": "two_shot"},
             "--symmetric-ar-type sums in symmetric memory",
@@ -222,12 +221,7 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
             {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True},
             "--use-transformer-engine-op-fuser builds layers",
         ),
-        (
-            {"multi_latent_attention": True, "transformer_impl": "transformer_engine"},
-            "--multi-latent-attention",
-        ),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
-        ({"mtp_num_layers": 1}, "drop one of the two"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),
         ({"cuda_graph_impl": "local"}, "drop --cuda-graph-impl or --tp-compression"),
         ({"num_layers": 2}, "with --num-layers 2 layers are 0 to 1"),
@@ -242,10 +236,10 @@ def test_traffic_that_would_stay_uncompressed_is_refused(megatron, fix) -> None:
 
 def test_what_the_ledger_does_not_see_is_said() -> None:
     """Without --taco the same flags run; the log says what is missing from the bytes."""
-    args = parsed(mtp_num_layers=1, cuda_graph_impl="local")
+    args = parsed(distribute_saved_activations=True, cuda_graph_impl="local")
     config = resolve(args)
-    mtp, graphs = config.describe(args)
-    assert mtp.startswith("--mtp-num-layers gathers the input")
+    saved, graphs = config.describe(args)
+    assert saved.startswith("--distribute-saved-activations gathers the input")
     assert graphs.startswith("--cuda-graph-impl local:")
     args.tensor_model_parallel_size = 1
     assert config.describe(args) == []

@@ -7,8 +7,10 @@ import argparse
 import sys
 
 import pytest
-from megatron.training.arguments import parse_args
+import torch
+from megatron.training.arguments import core_transformer_config_from_args, parse_args
 
+from megatron.compression import setup
 from megatron.compression.errors import InputError
 from megatron.compression.setup import add_arguments
 
@@ -56,3 +58,24 @@ def test_help_shows_megatrons_flags_and_ours(parser, capsys):
     text = capsys.readouterr().out
     for flag in ("--tensor-model-parallel-size", "--use-distributed-optimizer", "--taco"):
         assert flag in text
+
+
+@pytest.mark.parametrize("flags", ["--taco", "--tp-compression none int8", "--compression auto", ""])
+def test_user_buffers_are_off_with_compression(parser, monkeypatch, flags) -> None:
+    """In the arguments and in the config that is built of them, with a line; without a codec they stay."""
+    words = """--transformer-impl transformer_engine --tensor-model-parallel-size 2 --sequence-parallel
+        --tp-comm-overlap --tp-comm-overlap-rs-dgrad --num-layers 2 --hidden-size 64 --num-attention-heads 4
+        --seq-length 64 --micro-batch-size 2 --train-iters 4 --bf16 --no-rope-fusion"""
+    args = parser.parse_args(f"{words} {flags}".split())
+    args.params_dtype, args.data_parallel_size = torch.bfloat16, 1
+    args.ffn_hidden_size, args.kv_channels = 256, 16
+    monkeypatch.setattr(setup, "_log", setup._Log())
+    monkeypatch.setattr(setup.host, "is_active", lambda: False)
+    setup.adapt_arguments(args)
+    lines = setup._log._kept
+    config = core_transformer_config_from_args(args)
+    kept = not flags
+    assert [line for line in lines if line.startswith("--tp-comm-overlap is switched off")] == lines[1:]
+    assert len(lines[1:]) == (not kept)
+    for name in ("tp_comm_overlap", "tp_comm_overlap_rs_dgrad", "tp_comm_overlap_ag", "tp_comm_bulk_wgrad"):
+        assert getattr(args, name) == getattr(config, name) == kept, name

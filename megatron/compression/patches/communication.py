@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.compression.patches.symbols import around, follow, replace
@@ -149,18 +149,14 @@ def through_token_exchange(exchange: Any) -> None:
                 around(module, name, parameters, take)
 
 
-def through_regions(gather_tokens: Callable, gather_channels: Callable, scatter_tokens: Callable) -> None:
-    """Have multi-latent attention and multi-token prediction call these, which take the original one first.
+def through_regions(calls: Mapping[str, Callable]) -> None:
+    """Have multi-latent attention and multi-token prediction gather and scatter through ``calls``, by name.
 
     Why: their methods call functions of their module between linear layers. Not reached: generation.
     """
     for short in ("multi_latent_attention", "multi_token_prediction"):
         module = importlib.import_module(f"megatron.core.transformer.{short}")
-        for name, call in (
-            ("gather_from_sequence_parallel_region", gather_tokens),
-            ("gather_from_tensor_model_parallel_region", gather_channels),
-            ("scatter_to_sequence_parallel_region", scatter_tokens),
-        ):
+        for name, call in calls.items():
             if hasattr(module, name):
                 around(module, name, ("input_", "group"), call)
 

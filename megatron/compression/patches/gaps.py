@@ -46,18 +46,21 @@ def use_shipped_helpers() -> None:
     put(utils, "compile_helpers", lambda: None, "the wheel ships helpers_cpp and no Makefile")
 
 
-def after_prediction_spec(after: Callable[[Any, Any], None]) -> None:
-    """Call ``after(spec, transformer_config)`` when the layers of multi-token prediction have been specified.
+def predict_with_own_layers() -> None:
+    """Build layers of multi-token prediction of the last layer and the norm of the model's own layer spec.
 
-    Why: Megatron's builder takes them from megatron-core's own layers, whose norms refuse sequence
-    parallelism, whatever the layer spec says. Not reached: model providers of a user's own.
+    Why: Megatron's builder takes megatron-core's, whose norms refuse sequence parallelism. Not reached: a
+    stage without other layers; model providers of a user's own.
     """
     gpt = importlib.import_module("megatron.training.models.gpt")
 
     def run(result: Any, given: dict) -> None:
-        after(result, given["config"].transformer)
+        block = given["transformer_layer_spec"]
+        for parts in [layer.submodules for layer in result.layer_specs] if result is not None else []:
+            parts.enorm = parts.hnorm = parts.layer_norm = block.layer_norm
+            parts.mtp_model_layer = (block.layer_specs or [parts.mtp_model_layer])[-1]
 
-    follow(gpt, "mtp_block_spec", ("config",), run)
+    follow(gpt, "mtp_block_spec", ("config", "transformer_layer_spec"), run)
 
 
 def fill_rope_slot(rotary: Callable) -> bool:

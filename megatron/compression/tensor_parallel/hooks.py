@@ -22,11 +22,12 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.site import CommSite, Run, layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.patches import symbols
-from megatron.compression.tensor_parallel import halves_block, regions
+from megatron.compression.patches import communication, symbols
+from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
 from megatron.compression.tensor_parallel.layers import (
+    REGIONS,
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
     CompressedLatentAttention,
@@ -68,7 +69,7 @@ class TensorParallel(Dimension):
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         config, transports = self.config, self.run.transports
-        regions.attach()
+        communication.through_regions(REGIONS)
         for chunk in chunks:
             self._attach_chunk(chunk)
             if config.halves and any(True for _ in sites_of(chunk)):
@@ -241,7 +242,7 @@ def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> 
             record("broadcast", sent, ranks)
         if not last:
             return
-        further = getattr(chunk.config, "mtp_num_layers", None) or 0
+        further = chunk.config.mtp_num_layers or 0
         for _ in range(3 * (1 + further)):
             record("all_reduce", 4 * labels.numel(), ranks)
         for width in (chunk.config.params_dtype.itemsize, 8) * further if module.training else ():

@@ -4,6 +4,10 @@ Each is megatron-core's layer with its communication replaced. Without a site (`
 a layer is megatron-core's. Messages that are not compressed go megatron-core's own way and are counted.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -19,12 +23,13 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite
-from megatron.compression.tensor_parallel import regions
 from megatron.compression.tensor_parallel.functions import (
     DeferredWeightGradient,
     column_parallel_linear,
     gather,
+    gather_channels,
     gather_columns,
+    gather_tokens,
     row_parallel_linear,
     scatter_tokens,
 )
@@ -249,8 +254,7 @@ class CompressedLatentAttention(MLASelfAttention):
 
     def get_query_key_value_tensors(self, *args, **kwargs) -> tuple:
         """As megatron-core's."""
-        with regions.through(self.site):
-            return super().get_query_key_value_tensors(*args, **kwargs)
+        return _running(self.site, super().get_query_key_value_tensors, *args, **kwargs)
 
 
 class CompressedPredictionLayer(MultiTokenPredictionLayer):
@@ -265,8 +269,36 @@ class CompressedPredictionLayer(MultiTokenPredictionLayer):
         return ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.forward",)
 
     def _concat_embeddings(self, *args, **kwargs) -> torch.Tensor:
-        with regions.through(self.site):
-            return super()._concat_embeddings(*args, **kwargs)
+        return _running(self.site, super()._concat_embeddings, *args, **kwargs)
+
+
+_site: ContextVar[CommSite | None] = ContextVar("site", default=None)
+"""That of the layer that gathers or scatters between its linear layers, by functions that get no layer."""
+
+
+def _running(site: CommSite | None, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    token = _site.set(site)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        _site.reset(token)
+
+
+def _instead(ours: Callable[[CommSite, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(original: Callable[..., torch.Tensor], input_: torch.Tensor, *args: Any, **kwargs: Any):
+        site = _site.get()
+        return original(input_, *args, **kwargs) if site is None else ours(site, input_)
+
+    return call
+
+
+REGIONS = {
+    "gather_from_sequence_parallel_region": _instead(gather_tokens),
+    "gather_from_tensor_model_parallel_region": _instead(gather_channels),
+    "scatter_to_sequence_parallel_region": _instead(scatter_tokens),
+}
+"""What stands for functions of megatron-core in ``CompressedLatentAttention``'s and
+``CompressedPredictionLayer``'s modules."""
 
 
 def _count_reduction(site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool) -> None:

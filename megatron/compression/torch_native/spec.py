@@ -13,7 +13,6 @@ the way, as in Transformer Engine's kernel; megatron-core's unfused path rounds 
 
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.jit import jit_fuser
@@ -22,11 +21,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.patches import gaps
@@ -50,45 +47,29 @@ def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> T
     block = get_gpt_decoder_block_spec(
         transformer, False, transformer.normalization, transformer.qk_l2_norm, vp_stage
     )
-    block.layer_norm = _norm(transformer)
+    norm = TorchRMSNorm if transformer.normalization == "RMSNorm" else TorchLayerNorm
+    block.layer_norm = norm
     for layer in {id(layer): layer.submodules for layer in block.layer_specs}.values():
-        _make_native(layer, transformer)
+        attention = layer.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = norm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, name, IdentityOp) not in (IdentityOp, L2Norm):
+                setattr(attention, name, norm)
+        if transformer.attention_backend is not AttnBackend.local:
+            attention.core_attention = SDPACoreAttention
+        # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
+        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        if transformer.multi_latent_attention:
+            layer.self_attention.module, names = LatentSelfAttention, {}
+        mlp = layer.mlp.keywords["submodules"]
+        if layer.mlp.func is not MoELayer:
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        elif mlp.shared_experts is not None:
+            mlp = mlp.shared_experts.keywords["submodules"]
+        if hasattr(mlp, "linear_fc2"):  # with one rank, too: a bias that it returns can be recomputed
+            mlp.linear_fc2 = CompressedRowParallelLinear
+        layer.sharded_state_dict_keys_map = names
     return block
-
-
-def make_predictions_native(
-    block: MultiTokenPredictionBlockSubmodules | None, transformer: TransformerConfig
-) -> None:
-    """Have a block of multi-token-prediction layers, as megatron-core specifies it, built from our layers."""
-    for parts in [] if block is None else [layer.submodules for layer in block.layer_specs]:
-        parts.enorm = parts.hnorm = parts.layer_norm = _norm(transformer)
-        _make_native(parts.mtp_model_layer.submodules, transformer)
-
-
-def _norm(transformer: TransformerConfig) -> type[torch.nn.Module]:
-    return TorchRMSNorm if transformer.normalization == "RMSNorm" else TorchLayerNorm
-
-
-def _make_native(layer: TransformerLayerSubmodules, transformer: TransformerConfig) -> None:
-    attention: Any = layer.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = _norm(transformer)
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if getattr(attention, name, IdentityOp) not in (IdentityOp, L2Norm):
-            setattr(attention, name, _norm(transformer))
-    if transformer.attention_backend is not AttnBackend.local:
-        attention.core_attention = SDPACoreAttention
-    # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if transformer.multi_latent_attention:
-        layer.self_attention.module, names = LatentSelfAttention, {}
-    mlp = layer.mlp.keywords["submodules"]
-    if layer.mlp.func is not MoELayer:
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    elif mlp.shared_experts is not None:
-        mlp = mlp.shared_experts.keywords["submodules"]
-    if hasattr(mlp, "linear_fc2"):  # with one rank, too: a bias that it returns can be recomputed
-        mlp.linear_fc2 = CompressedRowParallelLinear
-    layer.sharded_state_dict_keys_map = names
 
 
 def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[str]:
