@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from megatron.compression import graphs
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.context_parallel.config import ContextParallelConfig
@@ -139,6 +140,7 @@ class CompressionConfig:
         for part in self.dimensions:
             part.check(args)
         self.caat_net.check(args)
+        graphs.refuse_later_decisions(args, self)
         last = None if getattr(args, "skip_train", False) else train_iterations(args)
         if last and self.start_iteration is not None and self.start_iteration >= last:
             raise CompressionConfigError(
@@ -170,6 +172,7 @@ class CompressionConfig:
         """Lines for the log: what travels how, and what has no effect here."""
         lines = [line for part in self.dimensions for line in part.lines(args)]
         lines += self.caat_net.lines(args)
+        lines += graphs.lines(args, self)
         for name, number in ((COMMUNICATORS, self.communicators), (NODE_SIZE, self.data_parallel.node_size)):
             if number:
                 lines.append(f"{name}={number}")

@@ -133,15 +133,6 @@ def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
             raise CompressionConfigError(f"--{name.replace('_', '-')} {reason}; {fix}")
 
 
-def refuse_cuda_graphs(args: Namespace, flag: str) -> None:
-    """Raises: CompressionConfigError: a CUDA graph would replay what is sent."""
-    if args.cuda_graph_impl != "none":
-        raise CompressionConfigError(
-            f"{flag} chooses and counts on the host, which a replayed graph leaves out; drop "
-            f"--cuda-graph-impl or {flag}"
-        )
-
-
 def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> None:
     """Raises: CompressionConfigError: a lossless codec where activations or weights are fp16."""
     if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):

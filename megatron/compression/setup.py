@@ -16,10 +16,11 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import num_floating_point_operations
 
 from megatron import host
-from megatron.compression import flags, repetition
+from megatron.compression import flags, graphs, repetition
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.caat_net.config import check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
+from megatron.compression.communication.captures import captures
 from megatron.compression.compression import STATE, Compression
 from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
@@ -129,6 +130,10 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     )
     if config.report or config.error_bound is not None:
         compression.run.policy.meter.interval = args.log_interval
+    if args.cuda_graph_impl != "none":
+        compression.run.policy.meter.also_first = True
+    if graphs.whole_iterations(args):
+        loop.around_whole_iterations(graphs.WholeIterations(compression.run, _log))
     settings = {"compression": config.asdict(), "megatron": _megatron_settings(args)}
     automatic = None
     if config.auto:
@@ -198,7 +203,7 @@ def _follow(
 
     loop.before_training(_log.show)
     loop.around_evaluate(before_evaluate, reporter.after_evaluate)
-    loop.on_training_end(reporter.finish)
+    loop.on_training_end(reporter.finish, captures.release)
 
     resumed = False
 

@@ -11,6 +11,8 @@ MEGATRON = dict(
     **dict(transformer_impl="local", num_layers=4, hidden_size=256, seq_length=64, micro_batch_size=2),
     **dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, context_parallel_size=1),
     **dict(data_parallel_size=1, sequence_parallel=False, num_experts=None, cuda_graph_impl="none"),
+    **dict(cuda_graph_modules=[], cuda_graph_warmup_steps=3, overlap_p2p_comm=False, log_interval=100),
+    **dict(overlap_param_gather=False, moe_pad_expert_input_to_capacity=False),
     **dict(use_distributed_optimizer=False, bf16=True, fp16=False, num_distributed_optimizer_instances=1),
     **dict(use_precision_aware_optimizer=False, optimizer_cuda_graph=False, rerun_mode="disabled"),
     **dict(attention_dropout=0.0, recompute_granularity=None, recompute_modules=None),

@@ -43,7 +43,6 @@ def test_fractions_that_are_none(fraction) -> None:
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         ({"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
         ({"hidden_size": 1}, "shares none of 1 channels"),
     ],

@@ -223,7 +223,6 @@ def test_what_nothing_uses_is_refused(flags: str) -> None:
         ),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),
-        ({"cuda_graph_impl": "local"}, "drop --cuda-graph-impl or --tp-compression"),
         ({"num_layers": 2}, "with --num-layers 2 layers are 0 to 1"),
     ],
 )
@@ -236,11 +235,10 @@ def test_traffic_that_would_stay_uncompressed_is_refused(megatron, fix) -> None:
 
 def test_what_the_ledger_does_not_see_is_said() -> None:
     """Without --taco the same flags run; the log says what is missing from the bytes."""
-    args = parsed(distribute_saved_activations=True, cuda_graph_impl="local")
+    args = parsed(distribute_saved_activations=True)
     config = resolve(args)
-    saved, graphs = config.describe(args)
+    (saved,) = config.describe(args)
     assert saved.startswith("--distribute-saved-activations gathers the input")
-    assert graphs.startswith("--cuda-graph-impl local:")
     args.tensor_model_parallel_size = 1
     assert config.describe(args) == []
 
@@ -280,14 +278,6 @@ def test_fp8_in_software_is_said(monkeypatch) -> None:
             assert said == [None] * 4
 
 
-def test_pipeline_compression_refuses_graphs_of_whole_iterations() -> None:
-    """What a replayed graph sends is neither counted nor chosen; graphs of single layers send nothing."""
-    flags = "--pp-compression", "tah-quant"
-    with pytest.raises(CompressionConfigError, match="drop --cuda-graph-impl full_iteration or --pp-"):
-        _config(*flags, cuda_graph_impl="full_iteration")
-    assert _config(*flags, cuda_graph_impl="local").pipeline_parallel.enabled
-
-
 @pytest.mark.parametrize(
     ("flags", "megatron", "reason"),
     [
@@ -299,7 +289,6 @@ def test_pipeline_compression_refuses_graphs_of_whole_iterations() -> None:
             dict(transformer_impl="transformer_engine"),
             "--cp-compression needs --transformer-impl local",
         ),
-        ("int8", dict(cuda_graph_impl="local"), "drop --cuda-graph-impl or --cp-compression"),
     ],
 )
 def test_context_compression_refuses_what_it_cannot_do(flags: str, megatron: dict, reason: str) -> None:

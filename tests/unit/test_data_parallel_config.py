@@ -129,7 +129,6 @@ def test_impossible_settings(settings: dict, message: str) -> None:
             "--dp-compression outer=int8 is for the sums .*; add --num-distributed-optimizer-instances N, or",
         ),
         ({"compression": "none:outer=lossless"}, {"fp16": True, **INSTANCES}, "has 5; use --bf16"),
-        (ON, {"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
         (ON, {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
         ({**ON, "weights": "int8"}, {"bf16": False}, "add --bf16 or --fp16"),
         (

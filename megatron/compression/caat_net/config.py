@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron.compression.dimension import naming_arguments, refuse_flags
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.graphs import refuse_by_layer
 
 _OTHER_LAYERS = "has layers that are not covered"
 # Megatron's flag -> why a model of one stream a rank cannot have it
@@ -87,10 +88,9 @@ class CaatNetConfig:
                 "raise it or drop the flag"
             )
         refuse_flags(args, _REFUSED, "drop it or --caat-net-sync-fraction")
-        if args.cuda_graph_impl != "none":
-            raise CompressionConfigError(
-                f"{fraction} has not been run with --cuda-graph-impl; drop one of the two"
-            )
+        refuse_by_layer(
+            args, fraction, "computes a layer's weight gradients in the backward of the one before it"
+        )
         groups = getattr(args, "num_query_groups", None)
         if getattr(args, "group_query_attention", False) and groups < args.tensor_model_parallel_size:
             raise CompressionConfigError(

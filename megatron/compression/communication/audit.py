@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from megatron.compression.communication.captures import captures
 from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
 from megatron.compression.patches import symbols
 
@@ -171,10 +172,16 @@ class BackendAudit:
                 buffers = pytree.tree_leaves(args[position])
                 size = sum(buffer.nbytes for buffer in buffers)
                 payload = bool(buffers) and buffers[0].dtype == torch.uint8 and operation not in _SUMS
-                self.given[group, operation, payload] += bytes_sent(operation, size, group.size())
+                self._count(group, operation, payload, bytes_sent(operation, size, group.size()))
             return original(group, *args, **kwargs)
 
         return counted
+
+    def _count(
+        self, group: dist.ProcessGroup, operation: str, payload: bool, sent: int, times: int = 1
+    ) -> None:
+        if self._originals and not captures.keep(self._count, (group, operation, payload, sent), times):
+            self.given[group, operation, payload] += times * sent
 
 
 def _joined(groups: Mapping[str, Groups]) -> list[tuple[list[str], set[int]]]:

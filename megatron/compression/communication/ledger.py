@@ -7,6 +7,8 @@ payload.
 
 from dataclasses import dataclass
 
+from megatron.compression.communication.captures import captures
+
 TRAFFIC = {
     "tp.forward": "tensor parallelism: activations",
     "tp.backward": "tensor parallelism: gradients of activations",
@@ -88,21 +90,34 @@ class Ledger:
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.evaluating = False
         """Set during evaluation: its traffic is kept separate from the training iterations'."""
+        captures.watch()
 
     def record(
-        self, traffic: str, kind: str, operation: str, sent: int, plain: int = 0, link: str = ""
+        self,
+        traffic: str,
+        kind: str,
+        operation: str,
+        sent: int,
+        plain: int = 0,
+        link: str = "",
+        times: int = 1,
     ) -> None:
-        """Count one transport call; ``plain``: what the uncompressed operation would send, 0 where
-        ``record_plain`` says it."""
+        """Count one transport call, or several alike; in a CUDA graph at each replay.
+
+        Args:
+            plain: what the uncompressed operation would send, 0 where ``record_plain`` says it.
+        """
+        if captures.keep(self.record, (traffic, kind, operation, sent, plain, link), times):
+            return
         key = ("eval" if self.evaluating else "train", traffic, kind, operation, link)
         tally = self.tallies.get(key)
         if tally is None:
             if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
                 raise KeyError(f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}")
             tally = self.tallies[key] = Tally()
-        tally.calls += 1
-        tally.sent += sent
-        tally.plain += plain
+        tally.calls += times
+        tally.sent += times * sent
+        tally.plain += times * plain
 
     def record_uncompressed(
         self, traffic: str, kind: str, operation: str, buffer_bytes: int, world_size: int

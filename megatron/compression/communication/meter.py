@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.compression.codecs import Codec
+from megatron.compression.communication.captures import captures
 from taco_kernels.taco.outliers import is_outlier
 
 GROUP = 128
@@ -35,6 +36,8 @@ class ErrorMeter:
 
     def __init__(self, bound: float | None = None, interval: int = 0) -> None:
         self.bound, self.interval = bound, interval
+        self.also_first = False
+        """Measure the first message of each kind as well: with CUDA graphs, since replays measure nothing."""
         self.tripped: dict[SiteTraffic, float] = {}
         """What goes uncompressed, with the error that decided it."""
         self._seen: dict[SiteTraffic, tuple[torch.Tensor, torch.Tensor, int]] = {}
@@ -43,12 +46,19 @@ class ErrorMeter:
         self._last: dict[SiteTraffic, int] = {}
 
     def due(self, site: str, traffic: str, iteration: int) -> bool:
-        """Whether to measure this message: the first of its kind in the last of ``interval`` iterations."""
-        if not self.interval or (iteration + 1) % self.interval:
+        """Whether to measure this message: the first of its kind in the last of ``interval`` iterations. None
+        while a CUDA graph is captured: it would be measured in every replay."""
+        if not self.interval or captures.counts is not None:
             return False
-        seen = self._last.get((site, traffic)) == iteration
+        before = self._last.get((site, traffic))
+        if not self.ends_interval(iteration) and not (self.also_first and before is None):
+            return False
         self._last[site, traffic] = iteration
-        return not seen
+        return before != iteration
+
+    def ends_interval(self, iteration: int) -> bool:
+        """Whether an iteration, counted from 0, is the last of ``interval``."""
+        return bool(self.interval) and (iteration + 1) % self.interval == 0
 
     def measure(
         self, site: str, traffic: str, tensor: torch.Tensor, codec: Codec, bounded: bool = True

@@ -1,6 +1,6 @@
 """One decision a message: which codec encodes it, or why none does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -105,6 +105,16 @@ class Policy:
     def rule(self, traffic: str) -> Rule:
         """The settings of a traffic class."""
         return self.rules.get(traffic, _OFF)
+
+    def circumstances(self) -> Hashable:
+        """What decisions depend on besides traffic class, site and size; equal while none changes."""
+        iteration, left_out = self.iteration(), self.left_out
+        return (
+            tuple(iteration >= rule.start_iteration for rule in self.rules.values()),
+            () if left_out is None else tuple(map(left_out, self.rules)),
+            frozenset(self.meter.tripped),
+            overflow.state,
+        )
 
     def decide(
         self, traffic: str, nbytes: int | None = None, site: str = "", layer: int | str | None = None

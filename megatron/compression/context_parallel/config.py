@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_fp16
+from megatron.compression.dimension import SentOnce, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 
 
@@ -41,7 +41,6 @@ class ContextParallelConfig(SentOnce):
                 "values on in a ring of its own, out of a codec's reach; add that flag, or drop "
                 f"{self.flag}"
             )
-        refuse_cuda_graphs(args, self.flag)
 
     def describe(self) -> str:
         there, back = self.there_and_back

@@ -13,11 +13,11 @@ from megatron.compression.data_parallel.compressor import GradientCompressor
 from megatron.compression.dimension import (
     DimensionConfig,
     codec_of,
-    refuse_cuda_graphs,
     refuse_flags,
     refuse_fp16,
 )
 from megatron.compression.errors import CompressionConfigError, naming
+from megatron.compression.graphs import FULL, whole_iterations
 
 # Megatron's flag -> why its gradients or weights do not pass through a bucket group that we know
 _REFUSED = {
@@ -154,12 +154,27 @@ class DataParallelConfig(DimensionConfig):
                 "--tensor-parallel-num-weight-shards spreads data-parallel ranks over another group as well, "
                 "which is not covered; drop it or --dp-compression"
             )
-        refuse_cuda_graphs(args, self.flag)
+        if whole_iterations(args):
+            self._check_captured(args)
         if self.weight_codec is not None:
             _check_weights(args)
         check_memory(self.compressor, args)
         if self.compressor is not None and self.compressor.has_memory:
             _check_repeatable(self.compressor, args)
+
+    def _check_captured(self, args: Namespace) -> None:
+        """Refuse what the host decides in each iteration: a graph reduces gradients, and gathers the weights
+        that overlap with the forward pass."""
+        if self.compressor is not None and getattr(self.compressor, "codec", None) is None:
+            raise CompressionConfigError(
+                f"{self.flag} {self.compressor.name} may keep a state that a replay of {FULL} does not "
+                "change; use a codec, or graphs of layers (--cuda-graph-impl local)"
+            )
+        if self.weight_codec is not None and args.overlap_param_gather:
+            raise CompressionConfigError(
+                f"{FULL} with --overlap-param-gather would add an update of the weights in each replay, also "
+                f"after a step that was skipped; drop --overlap-param-gather, or the weights of {self.flag}"
+            )
 
     def describe(self) -> str:
         compressor, weights = self.compressor, self.weight_codec

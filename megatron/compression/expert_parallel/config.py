@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.communication.collectives import why_not_rows
-from megatron.compression.dimension import SentOnce, refuse_cuda_graphs, refuse_flags
+from megatron.compression.dimension import SentOnce, refuse_flags
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.graphs import refuse_host_splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,8 @@ class ExpertParallelConfig(SentOnce):
         reason += f"{self.flag} does not follow"
         fix = f"drop one of the two, or {self.flag}"
         refuse_flags(args, {"overlap_moe_expert_parallel_comm": reason}, fix)
-        refuse_cuda_graphs(args, self.flag)
+        if self.ranks(args) > 1:
+            refuse_host_splits(args, self.flag)
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":
             raise CompressionConfigError(

@@ -256,6 +256,27 @@ def on_magnitude_reduction(record: Callable[[int, int], None]) -> None:
     follow(quantization.FP8GlobalStateManager, name, ("tensor", "group"), run)
 
 
+def skip_in_layer_graphs(ours: Callable[[Callable], bool]) -> None:
+    """Leave our forward pre-hooks out where a layer's CUDA graph is replayed.
+
+    Why: ``CudaGraphManager`` calls the hooks of the modules that a graph holds and refuses all but DDP's; a
+    replay has no forward that ours could note. Not reached: Transformer Engine's graphs, which call none.
+    """
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    def call(call_ddp_preforward_hook, self, module):
+        hooks = module._forward_pre_hooks
+        if not any(map(ours, hooks.values())):
+            return call_ddp_preforward_hook(self, module)
+        module._forward_pre_hooks = {key: hook for key, hook in hooks.items() if not ours(hook)}
+        try:
+            call_ddp_preforward_hook(self, module)
+        finally:
+            module._forward_pre_hooks = hooks
+
+    around(CudaGraphManager, "call_ddp_preforward_hook", ("self", "module"), call)
+
+
 def before_gradient_sync(complete: Callable[[], None]) -> None:
     """Call ``complete()`` before a bucket's gradients are reduced during a backward pass.
 

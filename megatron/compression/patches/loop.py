@@ -177,6 +177,19 @@ def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
     around(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), should_run)
 
 
+def around_whole_iterations(call: Callable[..., Any]) -> None:
+    """Have ``call(run_pass, wrapper, **arguments)`` stand for each pass of ``--cuda-graph-impl
+    full_iteration``, which runs, captures or replays.
+
+    Why: megatron-core's wrapper captures once, and what is sent is decided in the capture. The loop makes a
+    wrapper for training and one for each evaluation; their graphs belong to the class. Not reached: graphs of
+    layers.
+    """
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    around(FullCudaGraphWrapper, "__call__", ("self",), call)
+
+
 def _results(machine: Any) -> dict[str, Any]:
     results = {name: copy.copy(vars(machine)[name]) for name in _CHECKED}
     return results | {"error_injector": copy.copy(machine.error_injector)}

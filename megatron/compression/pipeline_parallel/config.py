@@ -10,6 +10,7 @@ import torch
 from megatron.compression.codecs import Codec
 from megatron.compression.dimension import SentOnce, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.graphs import FULL, whole_iterations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,14 @@ class PipelineParallelConfig(SentOnce):
         if not self.enabled:
             return
         refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
-        if args.cuda_graph_impl == "full_iteration":
-            raise CompressionConfigError(
-                "--pp-compression counts and chooses on the host, which a replayed graph leaves out; drop "
-                "--cuda-graph-impl full_iteration or --pp-compression"
-            )
         if args.pipeline_model_parallel_size == 1:
             return
+        if whole_iterations(args) and not args.overlap_p2p_comm:
+            raise CompressionConfigError(
+                f"{FULL}: without virtual stages the host waits for the device after each message, which no "
+                "graph can capture; add --num-virtual-stages-per-pipeline-rank 2 without "
+                f"--no-overlap-p2p-communication, or drop {self.flag}"
+            )
         ranks = args.context_parallel_size
         if args.sequence_parallel:
             ranks *= args.tensor_model_parallel_size

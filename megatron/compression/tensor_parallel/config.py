@@ -18,11 +18,11 @@ from megatron.compression.communication.policy import SITES, Choice, Rule
 from megatron.compression.dimension import (
     DimensionConfig,
     codec_of,
-    refuse_cuda_graphs,
     refuse_flags,
     refuse_fp16,
 )
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.graphs import refuse_by_layer, refuse_host_splits
 
 _GATHERS = "gathers the inputs of recomputed layers, which"
 
@@ -119,11 +119,6 @@ class TensorParallelConfig(DimensionConfig):
         if args.tensor_model_parallel_size > 1:
             if getattr(args, "distribute_saved_activations", False):
                 lines.append(f"--distribute-saved-activations {_GATHERS} are not counted")
-            if args.cuda_graph_impl != "none":
-                lines.append(
-                    f"--cuda-graph-impl {args.cuda_graph_impl}: what a replayed graph sends is not counted, "
-                    "only what its capture did"
-                )
         if not self.halves:
             return lines + super().lines(args)
         if self.ranks(args) > 1:
@@ -195,7 +190,6 @@ class TensorParallelConfig(DimensionConfig):
             )
         if args.num_experts is not None and args.moe_token_dispatcher_type == "alltoall":
             self._check_experts(args)
-        refuse_cuda_graphs(args, self.flag)
         in_te = _NOT_COVERED_IN_TE if args.transformer_impl == "transformer_engine" else {}
         refuse_flags(args, in_te | _NOT_COVERED, "drop one of the two")
         for flag, text, choices in (
@@ -213,6 +207,8 @@ class TensorParallelConfig(DimensionConfig):
 
     def _check_experts(self, args: Namespace) -> None:
         """Ranks that share an expert send each other as many tokens as the router gives them."""
+        if args.expert_tensor_parallel_size > 1:
+            refuse_host_splits(args, self.flag)
         equal_parts = args.moe_pad_expert_input_to_capacity or args.expert_tensor_parallel_size == 1
         for codec in [] if equal_parts else self.codecs:
             if reason := why_not_rows(codec, args.moe_latent_size or args.hidden_size):
@@ -294,7 +290,7 @@ def check_halves(args: Namespace) -> None:
             "return it; give local or drop the flag"
         )
     refuse_flags(args, _NOT_HALVED, f"drop it or {HALVES}")
-    refuse_cuda_graphs(args, HALVES)
+    refuse_by_layer(args, HALVES, "calls the modules of two layers in turn")
     modules = " ".join(sorted(set(args.recompute_modules or ()) - {"core_attn"}))
     if args.recompute_granularity == "selective" and modules:
         raise CompressionConfigError(

@@ -104,6 +104,8 @@ class TransformerEngineLayers:
             communication.before_gradient_sync(self.weight_gradients.flush)
             record = partial(self.run.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
             communication.on_magnitude_reduction(record)
+            begin = TransformerEngineLayers._begin
+            communication.skip_in_layer_graphs(lambda hook: getattr(hook, "__func__", None) is begin)
             self._patched = True
         module.site = CommSite(name, module.tp_group, self.run, layer)
         one_way = ("tp.forward",) if module.parallel_mode == "row" else ("tp.backward",)
@@ -113,6 +115,8 @@ class TransformerEngineLayers:
         # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
         bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         late = module.parallel_mode == "row" or module.sequence_parallel
+        # Its graphs hold deferred weight gradients separately, taken from a store of its own.
+        late = late and module.config.cuda_graph_impl != "transformer_engine"
         if late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
             module.wgrad_store = DeferredStore(self.weight_gradients, partial(self._may_come_late, module))
 

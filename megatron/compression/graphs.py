@@ -1,0 +1,144 @@
+"""Compression in CUDA graphs: what a graph may hold, and a whole iteration's captured again.
+
+A replay sends what its capture sent, so decisions are made before a capture. Graphs of a whole iteration
+(``--cuda-graph-impl full_iteration``) are captured again when they change; those of layers (``local``,
+``transformer_engine``) cannot be, and what would change after their capture is refused.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from megatron.compression.communication.site import Run
+from megatron.compression.errors import CompressionConfigError
+
+FULL = "--cuda-graph-impl full_iteration"
+
+
+def whole_iterations(args: Namespace) -> bool:
+    """Whether a graph holds an iteration's forward and backward passes and the reduction of gradients."""
+    return args.cuda_graph_impl == "full_iteration"
+
+
+def by_layer(args: Namespace) -> bool:
+    """Whether graphs hold layers, or parts of them."""
+    return args.cuda_graph_impl in ("local", "transformer_engine")
+
+
+def holds_experts(args: Namespace) -> bool:
+    """Whether a graph holds the exchange of experts' tokens."""
+    modules = {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
+    return whole_iterations(args) or (by_layer(args) and (not modules or "moe" in modules))
+
+
+def refuse_host_splits(args: Namespace, flag: str) -> None:
+    """Raises: CompressionConfigError: a graph would hold an exchange of as many tokens as the router says."""
+    if holds_experts(args) and not args.moe_pad_expert_input_to_capacity:
+        modules = "" if whole_iterations(args) else ", or --cuda-graph-modules without moe"
+        raise CompressionConfigError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} captures the exchange of experts' tokens, whose "
+            f"sizes the host reads; give --moe-pad-expert-input-to-capacity{modules}, or drop {flag}"
+        )
+
+
+def refuse_by_layer(args: Namespace, flag: str, reason: str) -> None:
+    """Raises: CompressionConfigError: graphs hold layers, which ``flag`` cannot have for a reason."""
+    if by_layer(args):
+        raise CompressionConfigError(
+            f"{flag} {reason}, past the graphs of --cuda-graph-impl {args.cuda_graph_impl}; use "
+            f"full_iteration or drop {flag}"
+        )
+
+
+def refuse_later_decisions(args: Namespace, config: Any) -> None:
+    """Refuse what graphs of layers would not follow, since they are captured once.
+
+    Args:
+        config: ``CompressionConfig``.
+    Raises: CompressionConfigError: with the flag, the reason and the fix.
+    """
+    held = {"tensor_parallel", "context_parallel"} | ({"expert_parallel"} if holds_experts(args) else set())
+    sends = any(
+        (getattr(config, name).enabled and getattr(config, name).ranks(args) > 1) or name in config.auto
+        for name in held
+    )
+    if not by_layer(args) or not sends:
+        return
+    # The iteration that is the policy's when layers are captured: Transformer Engine's before an iteration.
+    eager = args.cuda_graph_warmup_steps if args.cuda_graph_impl == "transformer_engine" else 1
+    start = config.start_iteration or 0
+    fix = f"drop one of the two, or use {FULL}"
+    for given, flag, reason in (
+        (config.auto, "--compression auto", "compares iterations with and without compression"),
+        (start >= max(eager, 1), f"--compression-start-iteration {start}", "begins after the capture"),
+        (config.error_bound, "--compression-error-bound", "decides after the capture"),
+        (
+            config.validate_uncompressed and args.cuda_graph_impl == "local",
+            "--validate-uncompressed",
+            "sends otherwise in evaluation, which replays training's graphs",
+        ),
+    ):
+        if given:
+            raise CompressionConfigError(
+                f"{flag} {reason}, and a layer is captured once with --cuda-graph-impl "
+                f"{args.cuda_graph_impl}; {fix}"
+            )
+
+
+def lines(args: Namespace, config: Any) -> list[str]:
+    """For the log: what a graph changes in what is measured.
+
+    Args:
+        config: ``CompressionConfig``.
+    """
+    if args.cuda_graph_impl == "none" or not config.enabled:
+        return []
+    if config.error_bound is not None:
+        often = "the last iteration of each log interval runs without its CUDA graph, to measure errors"
+        return [f"{often}, and a graph is captured after it (--log-interval {args.log_interval})"]
+    if config.report:
+        return [
+            "errors are measured in each message's first iteration alone: a replayed graph measures nothing"
+        ]
+    return []
+
+
+class WholeIterations:
+    """Stands around ``FullCudaGraphWrapper``: captures anew where decisions have changed, and measures.
+
+    Args:
+        say: prints a line; called on every rank.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+        self._known: dict[str, Hashable] = {}
+
+    def __call__(self, run_pass: Callable[..., Any], wrapper: Any, **arguments: Any) -> Any:
+        """One pass, or one replay, by megatron-core's wrapper; the same on all ranks."""
+        stage = "validation" if arguments["forward_only"] else "training"
+        policy, passes = self._run.policy, wrapper.curr_iteration
+        warm_up, meter, done = wrapper.cuda_graph_warmup_steps, policy.meter, passes[stage]
+        known, now = self._known.get(stage), (policy.circumstances(), self._run.transports.version)
+        self._known[stage] = now
+        if known not in (None, now):
+            self._reset(wrapper, stage)
+            # One at least runs without a graph: what is sent for the first time sets up its kernels.
+            passes[stage] = min(0, warm_up - 1)
+            first = f"from iteration {policy.iteration() + 1} on {stage} sends otherwise"
+            self._say(f"compression: {first}: its CUDA graph is captured again")
+            return run_pass(wrapper, **arguments)
+        if stage == "validation" or meter.bound is None or not meter.ends_interval(policy.iteration()):
+            return run_pass(wrapper, **arguments)
+        self._reset(wrapper, stage)  # its memory is that of the iteration which measures
+        passes[stage] = -1  # neither captures nor replays
+        result = run_pass(wrapper, **arguments)
+        passes[stage] = min(done + 1, warm_up)
+        return result
+
+    def _reset(self, wrapper: Any, stage: str) -> None:
+        if wrapper.cuda_graph[stage] is not None:
+            torch.cuda.synchronize()  # the last replay
+        wrapper.reset_cuda_graph(stage)

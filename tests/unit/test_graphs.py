@@ -1,0 +1,260 @@
+"""Compression in CUDA graphs, with a stand-in for torch's graph, whose replay runs nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import CudaGraphModule
+
+from megatron.compression import graphs
+from megatron.compression.codecs import parse_codec
+from megatron.compression.communication.audit import BackendAudit
+from megatron.compression.communication.captures import captures
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.meter import ErrorMeter
+from megatron.compression.communication.policy import Policy, Rule
+from megatron.compression.communication.site import Run
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.flags import resolve
+from tests.unit.megatron_args import experts, parsed
+
+SENT = ("tp.forward", "compressed", "all_to_all")
+
+
+class Graph:
+    """In place of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+@pytest.fixture(autouse=True)
+def graph(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
+    cls = type("CUDAGraph", (Graph,), {})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", cls)
+    captures.watch()
+    return cls
+
+
+def _sent(ledger: Ledger, phase: str = "train") -> list[tuple[int, int, int]]:
+    return [
+        (row["calls"], row["sent_bytes"], row["plain_bytes"])
+        for row in ledger.rows()
+        if row["phase"] == phase
+    ]
+
+
+def test_a_capture_is_counted_at_each_replay_in_its_phase(graph) -> None:
+    ledger, one, other = Ledger(), graph(), graph()
+    ledger.record(*SENT, sent=5, plain=7)
+    for captured, size in ((one, 10), (other, 100)):
+        captured.capture_begin()
+        for _ in range(3):
+            ledger.record(*SENT, sent=size, plain=2 * size)
+        captured.capture_end()
+    assert _sent(ledger) == [(1, 5, 7)], "a capture sends nothing"
+    one.replay()
+    other.replay()
+    other.replay()
+    assert _sent(ledger) == [(10, 5 + 30 + 600, 7 + 60 + 1200)]
+    ledger.evaluating = True
+    one.replay()
+    assert _sent(ledger, "eval") == [(3, 30, 60)] and _sent(ledger)[0][0] == 10
+
+
+def test_a_replay_in_a_capture_is_counted_with_it(graph) -> None:
+    ledger, inner, outer = Ledger(), graph(), graph()
+    inner.capture_begin()
+    ledger.record(*SENT, sent=10)
+    inner.capture_end()
+    outer.capture_begin()
+    inner.replay()
+    inner.replay()
+    outer.capture_end()
+    assert _sent(ledger) == []
+    outer.replay()
+    assert _sent(ledger) == [(2, 20, 0)]
+
+
+def test_the_audit_follows_replays(graph) -> None:
+    """While it runs; afterwards replays count for nothing."""
+    audit, replayed = BackendAudit(Ledger(), dict), graph()
+    audit.start()
+    replayed.capture_begin()
+    audit._count("group", "all_to_all", True, 10)
+    replayed.capture_end()
+    assert not audit.given
+    replayed.replay()
+    audit.stop()
+    replayed.replay()
+    assert audit.given == {("group", "all_to_all", True): 10}
+
+
+def test_the_meter_is_off_in_a_capture(graph) -> None:
+    """With graphs it measures the first message too, since the last of an interval may be in a replay."""
+    meter, captured = ErrorMeter(interval=10), graph()
+    meter.also_first = True
+    captured.capture_begin()
+    assert not meter.due("fc1", "tp.forward", 9)
+    captured.capture_end()
+    assert [meter.due("fc1", "tp.forward", iteration) for iteration in (0, 0, 1, 9, 9)] == [1, 0, 0, 1, 0]
+
+
+def test_release_frees_every_graph_once(graph) -> None:
+    kept = [graph() for _ in range(2)]
+    for one in kept:
+        one.capture_begin()
+        one.capture_end()
+    captures.release()
+    captures.release()
+    assert [one.resets for one in kept] == [1, 1]
+
+
+class Wrapper:
+    """In place of megatron-core's ``FullCudaGraphWrapper``, whose graphs belong to the class."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.cuda_graph_warmup_steps = warm_up
+        self.curr_iteration, self.cuda_graph = (
+            {"training": 0, "validation": 0},
+            dict.fromkeys(("training", "validation")),
+        )
+
+    def reset_cuda_graph(self, stage: str) -> None:
+        self.cuda_graph[stage], self.curr_iteration[stage] = None, 0
+
+
+def _pass(wrapper: Wrapper, forward_only: bool) -> str:
+    stage = "validation" if forward_only else "training"
+    done = "eager"
+    if wrapper.curr_iteration[stage] == wrapper.cuda_graph_warmup_steps:
+        assert wrapper.cuda_graph[stage] is None
+        wrapper.cuda_graph[stage] = "graph"
+        done = "capture"
+    elif wrapper.cuda_graph[stage]:
+        done = "replay"
+    wrapper.curr_iteration[stage] += 1
+    return done
+
+
+def _training(warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=None, **rule) -> list[str]:
+    """First letters of what each iteration did, an evaluation's after it in capitals."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    now, ledger = SimpleNamespace(iteration=0), Ledger()
+    meter = ErrorMeter(bound, interval=4)
+    policy = Policy(
+        {"tp.forward": Rule(parse_codec("int6"), **rule)}, ledger, lambda: now.iteration, meter=meter
+    )
+    passes, wrapper = graphs.WholeIterations(Run(policy, ledger), lambda line: None), Wrapper(warm_up)
+    done = []
+    for now.iteration in range(iterations):
+        did = passes(_pass, wrapper, forward_only=False)[0]
+        if now.iteration in evaluate:
+            did += passes(_pass, wrapper, forward_only=True)[0].upper()
+        if bound is not None and now.iteration == 7:
+            meter.tripped["fc1", "tp.forward"] = 0.5
+        done.append(did)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (dict(warm_up=2), "e e c r r r r r r r"),
+        (dict(warm_up=2, start_iteration=5), "e e c r r e e c r r"),
+        (dict(warm_up=2, start_iteration=2), "e e e e c r r r r r"),  # never in a capture first
+        (dict(warm_up=0, start_iteration=5), "c r r r r e c r r r"),
+        (dict(warm_up=1, start_iteration=5, evaluate=(1, 2, 3, 6, 7)), "e cE rC rR r e cE rC r r"),
+        (dict(warm_up=1, bound=0.1), "e c r e c r r e e c"),  # measures, measures and decides
+        (dict(warm_up=3, bound=0.1), "e e e e c r r e e e"),
+    ],
+    ids=str,
+)
+def test_graphs_of_iterations_are_captured_again(settings, expected, monkeypatch) -> None:
+    """Where a decision changes, in training and in evaluation; what the bound measures runs without one."""
+    assert _training(iterations=10, monkeypatch=monkeypatch, **settings) == expected.split()
+
+
+TP, CP, EP = ["--tp-compression", "int6"], ["--cp-compression", "int6"], ["--ep-compression", "int8"]
+PP, DP = ["--pp-compression", "tah-quant"], ["--dp-compression", "sdp4bit"]
+MOE = vars(experts()) | dict(cuda_graph_impl="local", tensor_model_parallel_size=1)
+FULL = dict(cuda_graph_impl="full_iteration")
+STAGES, SHARDED = (
+    dict(pipeline_model_parallel_size=2),
+    dict(data_parallel_size=2, use_distributed_optimizer=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron", "reason"),
+    [
+        (TP, {}, None),
+        (TP, FULL, None),
+        ([*TP, "--tp-compression-overlap", "halves"], FULL, None),
+        (["--tp-compression-overlap", "halves"], {}, "halves calls the modules of two layers in turn"),
+        (["--caat-net-sync-fraction", "0.5"], FULL, None),
+        (["--caat-net-sync-fraction", "0.5"], {}, "computes a layer's weight gradients"),
+        ([*TP, "--compression-start-iteration", "1"], FULL, None),
+        ([*TP, "--compression-start-iteration", "1"], {}, "-start-iteration 1 begins after the capture"),
+        ([*TP, "--compression-start-iteration", "2"], dict(cuda_graph_impl="transformer_engine"), None),
+        (
+            [*TP, "--compression-start-iteration", "3"],
+            dict(cuda_graph_impl="transformer_engine"),
+            "begins after",
+        ),
+        ([*DP, "--compression-start-iteration", "9"], SHARDED, None),
+        (
+            [*TP, "--compression-error-bound", "0.1"],
+            {},
+            "--compression-error-bound decides after the capture",
+        ),
+        ([*TP, "--compression-error-bound", "0.1"], FULL, None),
+        ([*TP, "--validate-uncompressed"], {}, "evaluation, which replays training's graphs"),
+        ([*TP, "--validate-uncompressed"], dict(cuda_graph_impl="transformer_engine"), None),
+        (["--compression", "auto"], {}, "--compression auto compares iterations"),
+        (CP, dict(context_parallel_size=2), None),
+        (EP, MOE, "captures the exchange of experts' tokens"),
+        (EP, MOE | dict(cuda_graph_modules=[CudaGraphModule.moe]), "cuda-graph-modules without moe"),
+        (EP, MOE | dict(cuda_graph_modules=[CudaGraphModule.attn, CudaGraphModule.moe_router]), None),
+        (EP, MOE | FULL, "give --moe-pad-expert-input-to-capacity, or drop"),
+        (EP, MOE | FULL | dict(moe_pad_expert_input_to_capacity=True), None),
+        (PP, STAGES, None),
+        (PP, STAGES | FULL, "--num-virtual-stages-per-pipeline-rank 2"),
+        (PP, STAGES | FULL | dict(overlap_p2p_comm=True), None),
+        (DP, SHARDED, None),
+        (DP, SHARDED | FULL, None),
+        (DP, SHARDED | FULL | dict(overlap_param_gather=True), "drop --overlap-param-gather, or the weights"),
+        (["--dp-compression", "tagc"], SHARDED, None),
+        (["--dp-compression", "tagc"], SHARDED | FULL, "tagc may keep a state"),
+    ],
+    ids=str,
+)
+def test_what_graphs_hold(flags, megatron, reason) -> None:
+    """Refused by kind of graph and module, in one line; without graphs the same flags pass."""
+    megatron = {"cuda_graph_impl": "local", **megatron}
+    resolve(parsed(*flags, **megatron | dict(cuda_graph_impl="none")))
+    if reason is None:
+        resolve(parsed(*flags, **megatron))
+        return
+    with pytest.raises(CompressionConfigError) as error:
+        resolve(parsed(*flags, **megatron))
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_measured_is_said() -> None:
+    for flags, megatron, line in (
+        (["--compression-error-bound", "0.1"], FULL, "the last iteration of each log interval runs without"),
+        (["--compression-report", "folder"], FULL, "a replayed graph measures nothing"),
+        (["--compression-report", "folder"], {}, "tensor parallelism uses int6"),
+    ):
+        args = parsed(*TP, *flags, **megatron)
+        assert any(line in one for one in resolve(args).describe(args))
