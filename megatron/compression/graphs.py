@@ -59,12 +59,14 @@ def refuse_later_decisions(args: Namespace, config: Any) -> None:
         config: ``CompressionConfig``.
     Raises: CompressionConfigError: with the flag, the reason and the fix.
     """
+    if not by_layer(args):
+        return
     held = {"tensor_parallel", "context_parallel"} | ({"expert_parallel"} if holds_experts(args) else set())
     sends = any(
         (getattr(config, name).enabled and getattr(config, name).ranks(args) > 1) or name in config.auto
         for name in held
     )
-    if not by_layer(args) or not sends:
+    if not sends:
         return
     # The iteration that is the policy's when layers are captured: Transformer Engine's before an iteration.
     eager = args.cuda_graph_warmup_steps if args.cuda_graph_impl == "transformer_engine" else 1
