@@ -51,8 +51,7 @@ class ExpertParallelConfig(SentOnce):
         reason += f"{self.flag} does not follow"
         fix = f"drop one of the two, or {self.flag}"
         refuse_flags(args, {"overlap_moe_expert_parallel_comm": reason}, fix)
-        if self.ranks(args) > 1:
-            refuse_host_splits(args, self.flag)
+        refuse_host_splits(args, self.flag)
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":
             raise CompressionConfigError(

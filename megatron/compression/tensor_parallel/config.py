@@ -116,9 +116,8 @@ class TensorParallelConfig(DimensionConfig):
     def lines(self, args: Namespace) -> list[str]:
         """Also of halves that are not compressed, and of what is not counted."""
         lines = []
-        if args.tensor_model_parallel_size > 1:
-            if getattr(args, "distribute_saved_activations", False):
-                lines.append(f"--distribute-saved-activations {_GATHERS} are not counted")
+        if args.tensor_model_parallel_size > 1 and getattr(args, "distribute_saved_activations", False):
+            lines = [f"--distribute-saved-activations {_GATHERS} are not counted"]
         if not self.halves:
             return lines + super().lines(args)
         if self.ranks(args) > 1:
