@@ -26,6 +26,7 @@ import triton.language as tl
 from taco_kernels.common import aligned
 from taco_kernels.common.device import Constants, Device
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
+from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 from taco_kernels.taco.spec import STEP_BYTES, tuning_for, tuning_of
 
 WARPS = 4
@@ -188,13 +189,14 @@ def tile_of(config: CodecConfig, device: Device) -> int:
 def tile_bytes(config: CodecConfig, tile: int) -> int:
     """Bytes that ``tile`` values are sent in; of dual scales the step alone, all that a decoder uses."""
     saved = STEP_BYTES if config.scales == "dual" else 0
-    return tile // config.group_size * (config.bytes_per_group() - saved)
+    lists = tile // BLOCK * LIST_BYTES if config.outliers else 0
+    return tile // config.group_size * (config.bytes_per_group() - saved) + lists
 
 
 @lru_cache
 def slot_bytes() -> int:
     """Bytes of a slot: the largest tile of any device in the largest wire format there is."""
-    configs = [CodecConfig(f, g) for f in FORMATS for g in GROUP_SIZES]
+    configs = [CodecConfig(f, g, outliers=True) for f in FORMATS for g in GROUP_SIZES]
     return max(tile_bytes(config, tuning_of("encode", config).tile) for config in configs)
 
 

@@ -1,8 +1,8 @@
 """The three collectives, one kernel each: a step sends the next tiles and works on those that arrived.
 
-A tile of R groups is sent as a wire chunk of its own (taco's layout.py) in a slot of SLOT bytes. Of dual
-scales only the step is sent that a decoder makes of them, s / (sqrt(G) alpha), 4 bytes a group instead of 8:
-the sender computes what the receiver would.
+A tile of R groups is sent as a wire chunk of its own (taco's layout.py) in a slot of SLOT bytes. It is whole
+blocks, so its lists of outliers are the codec's. Of dual scales only the step is sent that a decoder makes of
+them, s / (sqrt(G) alpha), 4 bytes a group instead of 8: the sender computes what the receiver would.
 
 A message is (numel, stride, length, groups): values in the tensor; values from the start of one piece to the
 next, values and groups in a piece. Matrices lie in device memory and are loaded at the start of a phase: they
@@ -15,6 +15,16 @@ import triton.language as tl
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
 from taco_kernels.common.packing import load_plane, store_plane
 from taco_kernels.symmetric_memory.channel import ack_flag, arrival, data_flag, publish, returned, wait
+from taco_kernels.taco.outlier_kernels import (
+    add_lists,
+    any_list,
+    empty_lists,
+    list_places,
+    rotate,
+    split_and_rotate,
+    store_lists,
+    sum_lists,
+)
 from taco_kernels.taco.wire import (
     add_sender,
     decode_groups,
@@ -48,25 +58,33 @@ def peer_slot(table, peer, offset):
 
 
 @triton.jit
-def encoded_tile(x, piece, first, message, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
-    """Groups first... of a piece in the Hadamard domain, fp32[R, G]."""
+def send_tile(slot, x, piece, first, message, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Encode groups first... of a piece into a slot."""
     numel, stride, length, groups = message
     if FLAGS.STRIDED:  # pieces are whole groups there, and rows are counted from the tensor's start
-        h = load_tile(x, piece * groups + first, numel, rows, FLAGS, C)
+        tile = load_tile(x, piece * groups + first, numel, rows, FLAGS, C)
     else:
         start = piece.to(tl.int64) * stride
-        h = load_tile(x + start, first, tl.minimum(numel - start, length), rows, FLAGS, C)
-    if C.HADAMARD:
-        h = unshuffle(transform(h, matrix, C), C)
+        tile = load_tile(x + start, first, tl.minimum(numel - start, length), rows, FLAGS, C)
+    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
+    if C.OUTLIERS:
+        h, words = split_and_rotate(tile, groups - first, matrix, C)
+        store_lists(words, slot, zero, full, C)
     else:
-        h = h.to(tl.float32)
-    return h
+        h = rotate(tile, matrix, C)
+    encode_groups(h, slot, zero, full, C)
 
 
 @triton.jit
 def decoded_slot(slot, matrix, C: tl.constexpr):
     """fp32[R, G] of the wire in a slot."""
-    return decode_groups(slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), matrix, C)
+    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
+    if C.OUTLIERS:
+        found = any_list(slot, zero, zero, full, 1, C)
+    h = decode_groups(slot, zero, full, matrix, C)
+    if C.OUTLIERS:
+        h = add_lists(h, found, slot, zero, zero, full, 1, C)
+    return h
 
 
 @triton.jit
@@ -109,6 +127,15 @@ def copy_tile(wire, table, offset, first, groups, rank, W: tl.constexpr, C: tl.c
             tl.store(slot.to(tl.pointer_type(tl.float32)) + tl.arange(0, C.R), step)
     else:
         copy_plane(wire, table, offset, C.PAYLOAD, first, groups, rank, 2, W, C)
+    if C.OUTLIERS:
+        SCALES: tl.constexpr = 8 if C.DUAL else 2  # unlike in a slot both dual scales precede the lists
+        word, inside = list_places(first, groups, C)
+        used = tl.full((), C.PAYLOAD + SCALES, tl.int64) * groups
+        at = (wire + (used + 15) // 16 * 16).to(tl.pointer_type(tl.int32)) + word
+        words = tl.load(at, mask=inside, other=0)
+        for k in tl.static_range(1, W + 1):
+            slot = peer_slot(table, (rank + k) % W, offset)
+            store_lists(words, slot, tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32), C)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -126,8 +153,9 @@ def all_reduce_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
-    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
+    full = tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
+    distance = tl.full((), E.SLOT, tl.int64)
 
     done = tl.load(steps_done + program)
     steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
@@ -140,17 +168,26 @@ def all_reduce_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E)
             for k in range(E.W):
                 piece = (rank + 1 + k) % E.W
-                h = encoded_tile(x, piece, first, message, rows, matrix, FLAGS, C)
-                encode_groups(h, peer_slot(table, piece, slot), zero, full, C)
+                to = peer_slot(table, piece, slot)
+                send_tile(to, x, piece, first, message, rows, matrix, FLAGS, C)
         if (i >= 1) & (i <= steps):
             wait(data, done + i, error, timeout, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
             slot = returned(program, done + i - 1, rank, E)
             for half in range(2):  # a whole tile of sums does not fit in the registers
                 row = half * HALF.R
-                h = sum_senders(slots, tl.full((), E.SLOT, tl.int64), row, full, E.W, HALF)
+                if C.OUTLIERS:
+                    found = any_list(slots, distance, row, full, E.W, HALF)
+                h = sum_senders(slots, distance, row, full, E.W, HALF)
+                if C.OUTLIERS:
+                    words = empty_lists(HALF)
+                    if tl.max(found, axis=0) > 0:
+                        h, words = sum_lists(h, slots, distance, row, full, E.W, HALF)
                 for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic, W of the stores
-                    encode_groups(h, peer_slot(table, (rank + k) % E.W, slot), row, full, DHALF)
+                    to = peer_slot(table, (rank + k) % E.W, slot)
+                    encode_groups(h, to, row, full, DHALF)
+                    if C.OUTLIERS:
+                        store_lists(words, to, row, full, DHALF)
         if last & (i <= steps):  # nothing more to send soon: the others are waiting for this
             publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
         if i >= 2:
@@ -179,6 +216,7 @@ def reduce_scatter_kernel(
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
+    distance = tl.full((), E.SLOT, tl.int64)
 
     done = tl.load(steps_done + program)
     steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
@@ -190,20 +228,24 @@ def reduce_scatter_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E)
             for k in range(E.W):
                 piece = (rank + 1 + k) % E.W
-                h = encoded_tile(x, piece, first, message, rows, matrix, FLAGS, C)
-                encode_groups(h, peer_slot(table, piece, slot), zero, full, C)
+                to = peer_slot(table, piece, slot)
+                send_tile(to, x, piece, first, message, rows, matrix, FLAGS, C)
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
             first = (program + (i - 1) * programs) * C.R
             wait(data, done + i, error, timeout, E)
             slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
+            if C.OUTLIERS:
+                found = any_list(slots, distance, zero, full, E.W, C)
             h = tl.zeros([C.R, C.G], tl.float32)
             for w in range(E.W):  # one after the other: fewer registers, as the sum is transformed
                 sender = tl.full((), 0, tl.int64) + w
-                h = add_sender(h, slots, sender, tl.full((), E.SLOT, tl.int64), zero, full, C)
+                h = add_sender(h, slots, sender, distance, zero, full, C)
             if C.HADAMARD:
                 h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
+            if C.OUTLIERS:
+                h = add_lists(h, found, slots, distance, zero, full, E.W, C)
             write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)
         publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
     tl.store(steps_done + program, done + steps)

@@ -20,8 +20,8 @@ from taco_kernels.taco.outlier_kernels import (
     add_lists,
     any_list,
     empty_lists,
-    find_outliers,
-    split_outliers,
+    rotate,
+    split_and_rotate,
     store_lists,
     sum_lists,
 )
@@ -53,22 +53,12 @@ def encode_kernel(
         tile = as_tensor(number)
         chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
         end = end_of(first, groups, C)
-        h = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
-        if C.OUTLIERS:  # the transform reads x where it was copied to; what changes x takes another one
-            x_tile, words = h, empty_lists(C)
-            found, limit = find_outliers(x_tile, groups - first, C)
-        if C.HADAMARD:
-            h = unshuffle(transform(h, matrix, C), C)
-        else:
-            h = h.to(tl.float32)
+        x_tile = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
         if C.OUTLIERS:
-            if found:
-                others, words = split_outliers(x_tile, limit, groups - first, C)
-                if C.HADAMARD:
-                    h = unshuffle(transform(others, matrix, C), C)
-                else:
-                    h = others.to(tl.float32)
+            h, words = split_and_rotate(x_tile, groups - first, matrix, C)
             store_lists(words, out + chunk.to(tl.int64) * out_stride, first, groups, C)
+        else:
+            h = rotate(x_tile, matrix, C)
         encode_groups(h, out + chunk.to(tl.int64) * out_stride, first, end, C)
 
 

@@ -6,7 +6,7 @@ A tile is whole blocks. One without outliers takes none of the branches here.
 import triton
 import triton.language as tl
 
-from taco_kernels.common.hadamard import odd
+from taco_kernels.common.hadamard import odd, transform, unshuffle
 from taco_kernels.taco import outliers
 
 THRESHOLD = tl.constexpr(outliers.THRESHOLD)
@@ -115,6 +115,28 @@ def split_outliers(x, limit, left, C: tl.constexpr):
     best, others = split_words(blocks_of_words(x, outlier, C), C)
     listed = outlier & (tl.reshape(others, [C.R, C.G]) == 0)
     return tl.where(listed, 0.0, x.to(tl.float32)).to(x.dtype), best
+
+
+@triton.jit
+def rotate(x, matrix, C: tl.constexpr):
+    """fp32[R, G]: x in the codes' domain."""
+    if C.HADAMARD:
+        h = unshuffle(transform(x, matrix, C), C)
+    else:
+        h = x.to(tl.float32)
+    return h
+
+
+@triton.jit
+def split_and_rotate(x, left, matrix, C: tl.constexpr):
+    """rotate() of x without the outliers of its first ``left`` groups, and the lists of its blocks."""
+    words = empty_lists(C)
+    found, limit = find_outliers(x, left, C)
+    h = rotate(x, matrix, C)  # reads x where it was copied to; what changes x needs another one
+    if found:
+        others, words = split_outliers(x, limit, left, C)
+        h = rotate(others, matrix, C)
+    return h, words
 
 
 @triton.jit

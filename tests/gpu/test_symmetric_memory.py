@@ -36,12 +36,19 @@ CALLS, MIXED_CALLS = 10_000, 200
         (4, CodecConfig("int8", hadamard=False), (4, 5), torch.bfloat16),  # less than a tile
         (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),
+        (4, CodecConfig("int6", scales="signed", outliers=True), (512, 1024), torch.bfloat16),
+        (3, CodecConfig("fp8-e4m3", 64, outliers=True), (129, 640), torch.float16),
+        (2, CodecConfig("int8", 256, "single", hadamard=False, outliers=True), (64, 1000), torch.float32),
     ],
 )
 def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, shape, dtype) -> None:
     """Every collective, several times over the same channel, in an order that leaves their slots askew."""
     generator = torch.Generator("cuda").manual_seed(0)
     xs = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(world_size)]
+    if config.outliers:  # more than a block lists, few, and in one rank alone
+        for rank, x in enumerate(xs):
+            x.view(-1)[2**15 :: 999 + rank] *= 100.0
+            x.view(-1)[100:2000:150] *= 1000.0
     xs[0][0, 1] = float("nan")
     channels = ranks.simulated_channels(world_size, programs=24)
     summed = ranks.expected_all_reduce(xs, config)
@@ -277,10 +284,11 @@ def transports_worker(rank: int, world_size: int) -> None:
     assert isinstance(symmetric, SymmetricTransport)
     plain = TorchTransport(group)
     torch.manual_seed(rank)
-    for spec in ("taco:format=int8", "int4", "int5/int6"):
+    for spec in ("taco:format=int8", "int4", "int5/int6", "int5:outliers=on/int6:outliers=on"):
         codec = parse_codec(spec)
         for shape in ((world_size, 40), (world_size * 128, 1000), (4096, 1024)):
             x = torch.randn(shape, device="cuda").bfloat16()
+            x.view(-1)[7::999] *= 50.0
             for operation in (all_reduce, reduce_scatter, all_gather):
                 expected = operation(x, codec, plain).wait()
                 assert torch.equal(operation(x, codec, symmetric).wait(), expected), (spec, operation, shape)

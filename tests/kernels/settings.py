@@ -89,9 +89,11 @@ SETTINGS = {
     "taco decode int6 signed outliers tail": partial(
         decode, CodecConfig("int6", 128, "signed", outliers=True), TAIL
     ),
-    "symmetric_memory all_reduce int8": partial(collective, "all_reduce", CodecConfig("int8")),
     "symmetric_memory reduce_scatter int8 256 signed": partial(
         collective, "reduce_scatter", CodecConfig("int8", 256, "signed")
+    ),
+    "symmetric_memory all_reduce int6 signed outliers": partial(
+        collective, "all_reduce", CodecConfig("int6", 128, "signed", outliers=True)
     ),
     "sdp4bit": of_sdp4bit,
     "tah_quant": of_tah_quant,

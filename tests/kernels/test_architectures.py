@@ -73,8 +73,8 @@ def test_programs_that_wait_for_peers_are_resident(tmp_path, monkeypatch) -> Non
     assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 1, 1]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for kernel, name in (
-        ("all_reduce_kernel", "all_reduce int8"),
         ("reduce_scatter", "reduce_scatter int8 256 signed"),
+        ("all_reduce_kernel", "all_reduce int6 signed outliers"),
     ):
         [usage] = usages(f"symmetric_memory {name}", 90, kernel)
         assert usage.programs >= 2 and usage.spilled == 0, usage
@@ -103,7 +103,8 @@ def test_slots_hold_the_tiles_of_any_device() -> None:
     from taco_kernels.symmetric_memory.channel import slot_bytes
 
     for architecture in ARCHITECTURES:
-        for config in (CodecConfig(f, g) for f in FORMATS for g in GROUP_SIZES):
+        for f, g, outliers in product(FORMATS, GROUP_SIZES, (False, True)):
+            config = CodecConfig(f, g, outliers=outliers)
             tile = tile_of(config, device_of(architecture))
             assert tile_bytes(config, tile) <= slot_bytes()
 

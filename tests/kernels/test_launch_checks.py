@@ -41,15 +41,6 @@ def test_on_amd_the_definition_runs(monkeypatch) -> None:
     assert operation(SimpleNamespace(is_cuda=True)) == "definition"
 
 
-def test_symmetric_memory_has_no_lists() -> None:
-    """Its collectives would leave outliers out."""
-    from taco_kernels.symmetric_memory import collectives
-
-    with pytest.raises(ValueError, match="outliers: collectives over symmetric memory send no lists"):
-        config = CodecConfig("int6", scales="single", outliers=True)
-        collectives._plan(None, collectives.all_reduce_kernel, config, config, 128, 128, torch.float32, None)
-
-
 def test_kernels_as_on_another_architecture() -> None:
     """TACO_KERNELS_AS_IF names an architecture whose kernels this GPU can run."""
     assert capability_as_if("89", (9, 0)) == (8, 9) and capability_as_if("120", (9, 0)) == (12, 0)

@@ -22,10 +22,10 @@ from tests.kernels.interpreter import output_interpreted
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_collectives_have_the_bits_of_the_codec_kernels(world_size: int) -> None:
+@pytest.mark.parametrize("which", ["2", pytest.param("3", marks=pytest.mark.thorough), "2 outliers"])
+def test_collectives_have_the_bits_of_the_codec_kernels(which: str) -> None:
     """Over so many steps that every slot is used again, twice, with two ranks; odd sizes with three."""
-    assert output_interpreted(__file__, str(world_size)).count("ok") == world_size  # lines may mix
+    assert output_interpreted(__file__, *which.split()).count("ok") == int(which[0])  # lines may mix
 
 
 def use_python_flags() -> None:
@@ -51,7 +51,7 @@ def use_python_flags() -> None:
     kernels.publish, kernels.wait = publish, wait
 
 
-def cases(world_size: int) -> list[tuple]:
+def cases(world_size: int, outliers: bool) -> list[tuple]:
     """Config, config of an all-reduce's second exchange, tensors of all ranks, and what they become."""
     import torch
 
@@ -59,23 +59,33 @@ def cases(world_size: int) -> list[tuple]:
     from taco_kernels.taco.spec import TUNING
     from tests.gpu import simulated_ranks as expected
 
-    for name, tuning in TUNING.items():
-        TUNING[name] = tuning._replace(tile=1024)  # several tiles and steps even here
+    for name, tuning in TUNING.items():  # several tiles and steps even here; half a tile holds a block
+        TUNING[name] = tuning._replace(tile=4096 if outliers else 1024)
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         setattr(expected, name, getattr(launch, name))
     settings = {
-        2: ((CodecConfig("int8", 128, "dual"), (4, 2500), torch.bfloat16),),  # five steps a program
-        3: (
+        (2, False): ((CodecConfig("int8", 128, "dual"), (4, 2500), torch.bfloat16),),  # five steps a program
+        (3, False): (
             (CodecConfig("int6", 64, "single"), (6, 300), torch.float32),
             (CodecConfig("int4", 256, "dual"), (6, 170), torch.float16),
         ),
+        (2, True): (
+            (CodecConfig("int6", 128, "signed", outliers=True), (2, 5000), torch.bfloat16),
+            # pieces of whole groups, less than a tile: read in place
+            (CodecConfig("int8", 64, "dual", outliers=True), (4, 640), torch.float32),
+        ),
     }
     made = []
-    for config, shape, dtype in settings[world_size]:
+    for config, shape, dtype in settings[world_size, outliers]:
         generator = torch.Generator().manual_seed(0)
         xs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world_size)]
         xs[0][0, 1] = float("nan")
-        other = CodecConfig("int8", config.group_size, "signed")
+        if outliers:  # more than a block lists, in both ranks and in one alone, and in each piece
+            for x in xs:
+                x.view(-1)[200::128] *= 1000.0
+            xs[1].view(-1)[300::700] *= 3000.0
+            xs = [torch.nn.functional.pad(x, (0, 64))[:, : shape[1]] for x in xs]  # rows of a larger tensor
+        other = CodecConfig("int8", config.group_size, "signed", outliers=outliers)
         sums = [expected.expected_all_reduce(xs, config, second) for second in (None, other)]
         gathered = expected.expected_all_gather(xs, config)
         wires = [expected.encode(x, config) for x in xs]
@@ -112,14 +122,14 @@ def run(rank: int, world_size: int, directory: str, made: list[tuple]) -> None:
     print("ok", flush=True)
 
 
-def main(world_size: int) -> None:
+def main(world_size: int, outliers: bool) -> None:
     """Start the ranks; exit with 1 if one fails."""
     from taco_kernels.symmetric_memory.channel import channel_bytes
     from tests.kernels.interpreter import speed_up
 
     use_python_flags()
     speed_up()
-    made = cases(world_size)
+    made = cases(world_size, outliers)
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(world_size):
             (Path(directory) / str(rank)).write_bytes(bytes(channel_bytes(world_size, 2)))
@@ -136,4 +146,4 @@ def main(world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "outliers" in sys.argv)

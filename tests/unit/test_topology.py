@@ -4,13 +4,14 @@ from unittest import mock
 
 import pytest
 
+from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.host_memory import HostMemory
 from megatron.compression.communication.topology import (
     Topology,
     group_by_node,
     nodes_by_views,
 )
-from megatron.compression.communication.transport import TransportError, Transports
+from megatron.compression.communication.transport import SymmetricTransport, TransportError, Transports
 
 
 @pytest.mark.parametrize(
@@ -103,3 +104,19 @@ def test_without_a_cuda_device_nothing_changes() -> None:
     with mock.patch("torch.cuda.is_available", lambda: False):
         memory, line = Transports().host_memory(mock.Mock())
     assert memory is None and line == "payloads travel over torch.distributed (no CUDA device)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "fused"),
+    [
+        ("taco", True),
+        ("int6:outliers=on", True),
+        ("int5:outliers=on/int6:outliers=on", True),
+        ("int5/int6:outliers=on", False),  # a sum has lists or has none
+        ("int5:hadamard=off/int6", False),
+        ("int6:normalize=standardize", False),
+        ("sdp4bit", False),
+    ],
+)
+def test_codecs_that_one_kernel_sends(spec: str, fused: bool) -> None:
+    assert SymmetricTransport(mock.Mock()).fuses(parse_codec(spec)) == fused

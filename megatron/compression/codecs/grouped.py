@@ -37,8 +37,8 @@ class GroupedCodec(Codec):
 
     @cached_property
     def fused_config(self) -> CodecConfig | None:
-        """None with outliers and where channels are normalised, which those kernels cannot."""
-        return None if self.config.outliers or self.sees_shape else self.config
+        """None where channels are normalised, which those kernels cannot."""
+        return None if self.sees_shape else self.config
 
     @cached_property
     def domain(self) -> tuple[object, ...]:

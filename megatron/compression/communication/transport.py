@@ -172,10 +172,9 @@ class SymmetricTransport(TorchTransport):
 
     def fuses(self, codec: Codec) -> bool:
         """The codec says so, of both hops and with the same groups."""
-        first, second = (hop.fused_config for hop in codec.hops)
-        if first is None or second is None:
-            return False
-        return (first.group_size, first.hadamard) == (second.group_size, second.hadamard)
+        configs = (hop.fused_config for hop in codec.hops)
+        first, second = (one and (one.group_size, one.hadamard, one.outliers) for one in configs)
+        return first is not None and first == second
 
     def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``all_reduce``."""
