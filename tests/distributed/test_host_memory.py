@@ -23,6 +23,7 @@ from megatron.compression.communication.host_memory import (
     SLOTS,
     HostMemory,
     HostMemoryError,
+    Step,
     largest,
 )
 from megatron.compression.communication.ledger import Ledger
@@ -53,25 +54,21 @@ class Threads:
     def begin(self) -> None:
         """Nothing is under way on a CPU."""
 
-    def copy(self, sends: bool, host: int, device: int, size: int) -> None:
-        to, source = (host, device) if sends else (device, host)
-        self._queues[sends].put(lambda: ctypes.memmove(to, source, size))
+    def copy(self, step: Step, host: int, device: int, word: int) -> None:
+        now = ctypes.c_uint32.from_address(word)
+        to, source = (host, device) if step.sends else (device, host)
+
+        def move() -> None:
+            while step.awaits is not None and (now.value if step.sends else now.value < step.awaits):
+                time.sleep(1e-4)
+            ctypes.memmove(to, source, step.size)
+            if step.says is not None:
+                now.value = step.says
+
+        self._queues[step.sends].put(move)
 
     def copy_own(self, to: int, source: int, size: int) -> None:
-        self.copy(True, to, source, size)
-
-    def await_counter(self, sends: bool, counter: int, value: int) -> None:
-        def wait() -> None:
-            while (ctypes.c_uint32.from_address(counter).value - value + 2**31) % 2**32 < 2**31:
-                time.sleep(1e-4)
-
-        self._queues[sends].put(wait)
-
-    def set_counter(self, sends: bool, counter: int, value: int) -> None:
-        def set_to() -> None:
-            ctypes.c_uint32.from_address(counter).value = value
-
-        self._queues[sends].put(set_to)
+        self._queues[False].put(lambda: ctypes.memmove(to, source, size))
 
     def end(self, kept: object) -> "Ended":
         return Ended(self._queues, kept)
@@ -96,12 +93,6 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
     if device == "cpu":
         host_memory._FOLDER = tempfile.gettempdir()  # /dev/shm may be small
     memory = HostMemory(dist.group.WORLD, streams)
-    began = 2**32 - 30  # counters wrap on the way
-    memory._sent, memory._got = [began] * world, [began] * world
-    for pair in range(world * (world - 1)):
-        for counter in (2 * pair, 2 * pair + 1):
-            ctypes.c_uint32.from_address(memory._base + counter * host_memory._LINE).value = began
-    dist.barrier()
     sent: list[tuple[str, int]] = []
     transport = HostTransport(memory, lambda *what: sent.append(what))
     generator, sizes = torch.Generator().manual_seed(rank), random.Random(0)
@@ -126,7 +117,6 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
                 assert torch.equal(got, wanted)
             under_way.clear()
     assert {name for name, _ in sent} == {"all_to_all", "all_gather"}
-    assert all(count > 2**32 for rank, count in enumerate(memory._sent) if rank != memory.rank)
     with pytest.raises(ValueError, match="splits"):
         transport.all_to_all(own.view(-1, 1), [len(own) + 1] * world, [1] * world)
 

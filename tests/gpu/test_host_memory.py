@@ -102,11 +102,13 @@ def corners_worker(rank: int, world_size: int) -> None:
         total = gathered[:, -1].sum()
     torch.cuda.current_stream().wait_stream(side)
     assert total == 3 * sum(range(1, world_size + 1))
-    with (
-        pytest.raises(HostMemoryError, match="CUDA graph"),
-        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
-    ):
-        transport.all_gather(payload)
+    if rank == 0:
+        with (
+            pytest.raises(KeyError),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        ):
+            transport.all_gather(payload)  # nobody waits
+            raise KeyError
     gathered, work = transport.all_gather(payload)  # the ranks are in step as before
     work.wait()
     assert gathered[:, -1].sum() == sum(range(1, world_size + 1))
@@ -114,8 +116,71 @@ def corners_worker(rank: int, world_size: int) -> None:
 
 @needs(2, shared=False)
 def test_corners() -> None:
-    """A thread without a context, handles that are dropped, side streams, and captures, which are refused."""
+    """A thread without a context, handles that are dropped, side streams, and a capture that is given up."""
     spawn(corners_worker, 2, backend="nccl")
+
+
+def captures_worker(rank: int, world_size: int) -> list[bool]:
+    transports, same = Transports("host"), []
+    transports.prepare([dist.group.WORLD])
+    transport, by_nccl = (one.transport(dist.group.WORLD) for one in (transports, Transports("collective")))
+    codec, side, forked = parse_codec("int6"), torch.cuda.Stream(), torch.cuda.Stream()
+    generator = torch.Generator("cuda").manual_seed(rank)
+
+    def captured(numel: int) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor], list[torch.Tensor]]:
+        """Two sums on two streams and, larger than the rings, a gather; their inputs and outputs."""
+        values = [torch.zeros(numel + more, device="cuda", dtype=torch.bfloat16) for more in (0, 777)]
+        payload = torch.zeros((1, 20 * numel), device="cuda", dtype=torch.uint8)
+        for x in values:
+            all_reduce(x, codec, transport).wait()  # kernels are loaded
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            forked.wait_stream(torch.cuda.current_stream())
+            first = all_reduce(values[0], codec, transport)
+            with torch.cuda.stream(forked):
+                second = all_reduce(values[1], codec, transport)
+            first.advance()
+            gathered, work = transport.all_gather(payload)
+            with torch.cuda.stream(forked):
+                found = [second.wait()]
+            found.insert(0, first.wait())
+            work.wait()
+            torch.cuda.current_stream().wait_stream(forked)
+        return graph, [*values, payload], [*found, gathered]
+
+    graphs = [captured(numel) for numel in (1000, 400_000, 2_000_000)]
+    for number in range(100):
+        graph, given, found = graphs[number % 3]
+        for x in given:
+            x.copy_(torch.randn(x.shape, device="cuda", generator=generator) * 50)
+        early, late = (
+            torch.randn(10 ** (3 + number % 5), device="cuda", generator=generator).bfloat16()
+            for _ in range(2)
+        )
+        side.wait_stream(torch.cuda.current_stream())
+        under_way = all_reduce(early, codec, transport)
+        with torch.cuda.stream(side if number % 2 else torch.cuda.current_stream()):
+            graph.replay()
+            if number % 7 == 0:
+                graph.replay()
+        sums = [all_reduce(late, codec, transport).wait(), under_way.wait()]
+        torch.cuda.current_stream().wait_stream(side)
+        expected = [all_reduce(x, codec, by_nccl).wait() for x in (late, early, *given[:2])]
+        parts = [torch.empty_like(given[2]) for _ in range(world_size)]
+        dist.all_gather(parts, given[2])
+        same.append(all(map(torch.equal, [*sums, *found], [*expected, torch.cat(parts)])))
+    return same
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+@pytest.mark.parametrize("world_size", UNSHARED)
+def test_replays_have_the_bits_of_eager_exchanges(
+    world_size: int, connections: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager exchanges are under way when a graph is replayed, on the same stream or on another."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)  # the streams of a device share few queues
+    for same in spawn(captures_worker, world_size, backend="nccl"):
+        assert all(same), [number for number, equal in enumerate(same) if not equal]
 
 
 def refused_worker(rank: int, world_size: int) -> None:

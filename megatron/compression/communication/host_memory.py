@@ -1,8 +1,13 @@
 """Exchanges of bytes through pinned host memory, for the ranks of one host without peer access.
 
 The devices' copy engines move the bytes: a sender copies pieces into a ring that it shares with the receiver,
-who copies them out, and each lets its stream wait for the other's counter. So both directions of a PCIe link
+who copies them out, and each lets its stream wait for the ring's word. So both directions of a PCIe link
 are in use at once, and the multiprocessors are free.
+
+The word says how many pieces of a round of ``SLOTS`` lie in the ring. The sender waits for 0 and counts up; a
+receiver waits for each piece and sets 0 after the last. So only one of them may write at a time, and what the
+other waits for stays until it is seen. An exchange begins and ends with 0, in slot 0: it is always the same
+commands, which a CUDA graph can replay. After one that broke off the sender waits and overwrites nothing.
 """
 
 import contextlib
@@ -14,9 +19,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+
+from taco_kernels.common.graph_events import GraphObserver, observe
 
 PIECES = 4
 """Of what a rank sends in one exchange: while one is copied out, the next is copied in."""
@@ -25,7 +33,7 @@ LEAST = 1 << 20
 SLOTS = 4
 """Pieces from one rank to another that may be under way."""
 _LINE = 64
-"""Bytes between counters: those of different ranks share no cache line."""
+"""Bytes between words: those of different ranks share no cache line."""
 _FOLDER = "/dev/shm"
 _mapped: list[mmap.mmap] = []
 """For as long as the process lives: CUDA knows the addresses, and copies may be under way."""
@@ -43,22 +51,26 @@ class DeviceBytes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A piece that is copied into a ring (``sends``) or out of one."""
+    """A piece that is copied into a slot of a ring (``sends``) or out of one.
+
+    Before, the ring's word must be ``awaits`` (a receiver: or more); it becomes ``says``. None: neither.
+    """
 
     sends: bool
     peer: int
     offset: int
     """Into the peer's bytes."""
     size: int
-    number: int
-    """Among the pieces for this peer, or from it."""
-    pieces: int
+    ring: int
+    slot: int
+    awaits: int | None
+    says: int | None
 
 
 @functools.lru_cache(maxsize=256)
 def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, ...]:
     """What a rank does in an exchange, in order: each step waits only for earlier steps of other ranks,
-    whatever the sizes, so that nobody waits for ever.
+    whatever the sizes, so that nobody waits for ever, even if its two streams run as one.
 
     Args:
         to, came: bytes for each rank and from each; a rank's own are left out.
@@ -67,12 +79,15 @@ def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, 
     for sends, sizes in ((True, to), (False, came)):
         for distance in range(1, world):
             peer = (rank + distance if sends else rank - distance) % world
+            ring = (rank if sends else peer) * (world - 1) + distance - 1
             # Known to both ends, who know what passes between them and no more.
             wanted = -(-sizes[peer] * (world - 1) // (PIECES * _LINE)) * _LINE
             piece = min(largest(world), max(LEAST, wanted))
-            offsets = range(0, sizes[peer], piece)
-            for number, offset in enumerate(offsets):
-                step = Step(sends, peer, offset, min(piece, sizes[peer] - offset), number, len(offsets))
+            for number, offset in enumerate(range(0, sizes[peer], piece)):
+                size, slot = min(piece, sizes[peer] - offset), number % SLOTS
+                first, last = slot == 0, slot == SLOTS - 1 or offset + size == sizes[peer]
+                awaits, says = (0 if first else None, slot + 1) if sends else (slot + 1, 0 if last else None)
+                step = Step(sends, peer, offset, size, ring, slot, awaits, says)
                 result.append(((number, distance, not sends), step))
     return tuple(step for _, step in sorted(result))
 
@@ -82,24 +97,12 @@ def largest(world: int) -> int:
     return max((16 << 20) // world // mmap.PAGESIZE * mmap.PAGESIZE, LEAST)
 
 
-def awaited(count: int, step: Step) -> int:
-    """How many pieces the receiver must have emptied before a step sends piece ``count`` of a ring.
-
-    Looked at once for ``SLOTS`` pieces.
-    """
-    if step.number % SLOTS:
-        return 0
-    return min(count + SLOTS, count - step.number + step.pieces) - SLOTS
-
-
-def tells(step: Step) -> bool:
-    """Whether a receiver says after a step how many pieces it has emptied."""
-    return step.number % SLOTS == SLOTS - 1 or step.number == step.pieces - 1
-
-
-class CopyEngines:
+class CopyEngines(GraphObserver):
     """Two CUDA streams of copies, with waits for values in memory; the driver's own functions cost
     a fraction of torch's.
+
+    The streams keep exchanges in order, in a capture too. A replay runs on other streams: it waits for the
+    exchanges before it, and those after it wait for it.
 
     Raises: HostMemoryError: the driver does not know such waits.
     """
@@ -130,9 +133,11 @@ class CopyEngines:
         self._context, self._threads = handle(), threading.local()
         check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
-        self._up, self._down = (stream.cuda_stream for stream in self._streams)
-        self.events: list[int] = []
-        """Those that nobody waits for."""
+        self._queues = tuple(stream.cuda_stream for stream in self._streams)  # to the device, to host memory
+        self.events: list[int] = []  # that nobody waits for
+        self._graph: torch.cuda.CUDAGraph | None = None  # that is being captured
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # with exchanges
+        self._replayed: int | None = None  # stream of the last replay, if no exchange has waited for it
         # Not by cudaHostRegister, whose failure torch would find after its next kernel.
         if failed := driver.cuMemHostRegister_v2(pinned, size, 3):  # portable and mapped
             raise HostMemoryError(f"cuMemHostRegister failed with error {failed}")
@@ -140,25 +145,43 @@ class CopyEngines:
         try:
             check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), pinned, 0))
             self._to_device = mapped.value - pinned
-            for sends in (True, False):  # where the device has no such waits, this says so
-                self.await_counter(sends, pinned, 0)
+            for queue in self._queues:  # where the device has no such waits, this says so
+                check(driver.cuStreamWaitValue32_v2(queue, mapped, 0, 1))
         except HostMemoryError:
             self.close()
             raise
+        observe(self)
 
     def close(self) -> None:
         """Unregister the memory, which has not been used."""
         self._driver.cuMemHostUnregister(self._pinned)
 
     def begin(self) -> None:
-        """Let both streams wait for what has been launched."""
-        if torch._C._cuda_isCurrentStreamCapturing():
-            raise HostMemoryError(
-                "an exchange through host memory cannot be part of a CUDA graph: its replays would count on; "
-                "use --compression-transport collective"
-            )
-        event = self._recorded(self._current())
-        for stream in (self._up, self._down):
+        """Let both streams wait for what has been launched, and for a replay on another stream."""
+        current, replayed = self._current(), self._replayed
+        self._put_after(current, *self._queues)
+        if self._graph is None and replayed is not None:
+            self._replayed = None
+            if replayed != current:
+                self._put_after(replayed, *self._queues)
+
+    def capture_begun(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def capture_ended(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = None
+
+    def replaying(self, graph: torch.cuda.CUDAGraph) -> None:
+        current, replayed = self._current(), self._replayed
+        if graph in self._graphs and replayed != current:
+            for earlier in self._queues if replayed is None else (replayed,):
+                self._put_after(earlier, current)
+            self._replayed = current
+
+    def _put_after(self, earlier: int, *streams: int) -> None:
+        """Let streams wait for what another has been given."""
+        event = self._recorded(earlier)
+        for stream in streams:
             check(self._driver.cuStreamWaitEvent(stream, event, 0))
         self.events.append(event)
 
@@ -167,6 +190,8 @@ class CopyEngines:
         if not hasattr(self._threads, "ready"):
             check(self._driver.cuCtxSetCurrent(self._context))
             self._threads.ready = True
+        if self._graph is not None:
+            self._graphs.add(self._graph)
         return torch._C._cuda_getCurrentRawStream(self._device)
 
     def _recorded(self, stream: int) -> int:
@@ -178,37 +203,36 @@ class CopyEngines:
         check(self._driver.cuEventRecord(event, stream))
         return event
 
-    def copy(self, sends: bool, host: int, device: int, size: int) -> None:
-        """Copy ``size`` bytes between two addresses, to host memory (``sends``) or from it."""
-        if sends:
-            check(self._driver.cuMemcpyDtoHAsync_v2(host, device, size, self._down))
+    def copy(self, step: Step, host: int, device: int, word: int) -> None:
+        """Copy between two addresses as a step says, whose ring has its word at a third."""
+        driver, queue, word = self._driver, self._queues[step.sends], word + self._to_device
+        if step.awaits is not None:  # 1: until the word is equal, 0: until it is not less
+            check(driver.cuStreamWaitValue32_v2(queue, word, step.awaits, int(step.sends)))
+        if step.sends:
+            check(driver.cuMemcpyDtoHAsync_v2(host, device, step.size, queue))
         else:
-            check(self._driver.cuMemcpyHtoDAsync_v2(device, host, size, self._up))
+            check(driver.cuMemcpyHtoDAsync_v2(device, host, step.size, queue))
+        if step.says is not None:  # after the copy
+            check(driver.cuStreamWriteValue32_v2(queue, word, step.says, 0))
 
     def copy_own(self, to: int, source: int, size: int) -> None:
         """Copy what stays on the device."""
-        check(self._driver.cuMemcpyDtoDAsync_v2(to, source, size, self._up))
-
-    def await_counter(self, sends: bool, counter: int, value: int) -> None:
-        """Let a queue wait until the counter at an address is ``value`` or more."""
-        stream = self._down if sends else self._up  # 0: until it is at least the value, modulo 2^32
-        check(self._driver.cuStreamWaitValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
-
-    def set_counter(self, sends: bool, counter: int, value: int) -> None:
-        """Set a counter after the copies before it."""
-        stream = self._down if sends else self._up
-        check(self._driver.cuStreamWriteValue32_v2(stream, counter + self._to_device, value & 0xFFFFFFFF, 0))
+        check(self._driver.cuMemcpyDtoDAsync_v2(to, source, size, self._queues[False]))
 
     def end(self, kept: Any) -> "_UnderWay":
         """A handle whose ``wait`` lets later work wait for both streams; it keeps ``kept``."""
-        return _UnderWay(self, [self._recorded(self._down), self._recorded(self._up)], kept)
+        return _UnderWay(self, [self._recorded(queue) for queue in self._queues], self._graph, kept)
 
-    def let_wait(self, events: list[int]) -> None:
-        """Let the current stream wait for events, which are free then."""
+    def let_wait(self, events: list[int], graph: torch.cuda.CUDAGraph | None) -> None:
+        """Let the current stream wait for events of a capture or, None, of none, which are free then.
+
+        A capture need not wait for others: the device was idle when it began, and its replays wait.
+        """
         current = self._current()
-        while events:
-            check(self._driver.cuStreamWaitEvent(current, events[-1], 0))
-            self.events.append(events.pop())
+        for event in events if graph is self._graph else ():
+            check(self._driver.cuStreamWaitEvent(current, event, 0))
+        self.events += events
+        events.clear()
 
 
 def check(failed: int) -> None:
@@ -220,13 +244,13 @@ def check(failed: int) -> None:
 class _UnderWay:
     """The copies of one exchange."""
 
-    def __init__(self, engines: CopyEngines, events: list[int], kept: Any) -> None:
-        self._engines, self._events, self._kept = engines, events, kept
+    def __init__(self, engines: CopyEngines, events: list[int], graph: Any, kept: Any) -> None:
+        self._engines, self._events, self._graph, self._kept = engines, events, graph, kept
 
     def wait(self) -> None:
         """Let the current stream wait."""
-        self._engines.let_wait(self._events)
-        self._kept = None  # what is allocated in its place is used after the events
+        self._engines.let_wait(self._events, self._graph)
+        self._kept = self._graph = None  # what is allocated in its place is used after the events
 
     def __del__(self) -> None:
         if self._events:  # nobody has waited, but memory that is copied into must not be another's
@@ -244,12 +268,10 @@ class HostMemory:
     Raises: HostMemoryError: the same on every rank.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, streams: Callable[[int, int], CopyEngines] = CopyEngines
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, streams: Callable[[int, int], Any] = CopyEngines) -> None:
         self.group, self.rank, self.world = group, group.rank(), group.size()
         pairs = self.world * (self.world - 1)
-        self._rings = -(-2 * pairs * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._rings = -(-pairs * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
         self._slot = largest(self.world)
         size = self._rings + pairs * SLOTS * self._slot
         self._streams: Any = None
@@ -264,7 +286,6 @@ class HostMemory:
             if path is not None:
                 os.unlink(path)
         _mapped.append(self._memory)
-        self._sent, self._got = [0] * self.world, [0] * self.world
 
     def _map(self, path: str, size: int, streams: Callable[[int, int], CopyEngines]) -> str | None:
         """Map a file and make the streams; why it cannot be done, or None."""
@@ -293,48 +314,30 @@ class HostMemory:
 
         Returns: a handle, whose ``wait`` lets later work wait for it. What is sent must not change before.
         """
-        streams, rank = self._streams, self.rank
+        streams, own = self._streams, self.rank
         streams.begin()
-        if sends[rank].size:
-            streams.copy_own(receives[rank].address, sends[rank].address, sends[rank].size)
+        if sends[own].size:
+            streams.copy_own(receives[own].address, sends[own].address, sends[own].size)
         sizes = (tuple(part.size for part in parts) for parts in (sends, receives))
-        for step in steps(rank, *sizes):
-            sender, receiver = (rank, step.peer) if step.sends else (step.peer, rank)
-            pair = sender * (self.world - 1) + receiver - (receiver > sender)
-            counts, parts = (self._sent, sends) if step.sends else (self._got, receives)
-            count = counts[step.peer]
-            full = self._base + 2 * pair * _LINE
-            empty = full + _LINE
-            slot = self._base + self._rings + (pair * SLOTS + count % SLOTS) * self._slot
-            if not step.sends:
-                streams.await_counter(False, full, count + 1)
-            elif step.number % SLOTS == 0:
-                streams.await_counter(True, empty, awaited(count, step))
-            streams.copy(step.sends, slot, parts[step.peer].address + step.offset, step.size)
-            counts[step.peer] = count + 1
-            if step.sends:
-                streams.set_counter(True, full, count + 1)
-            elif tells(step):
-                streams.set_counter(False, empty, count + 1)
+        for step in steps(own, *sizes):
+            host = self._base + self._rings + (step.ring * SLOTS + step.slot) * self._slot
+            device = (sends if step.sends else receives)[step.peer].address + step.offset
+            streams.copy(step, host, device, self._base + step.ring * _LINE)
         return streams.end(kept)
 
 
 def _create(size: int) -> tuple[str | None, str | None]:
     """A new file of zeros and its path, or the reason why there is none."""
-    wanted = f"{-(-size >> 20)} MiB of {_FOLDER}"
     try:
         room = os.statvfs(_FOLDER)
         free = room.f_bavail * room.f_frsize
         if room.f_blocks and free < 2 * size:  # no blocks: without a limit
             return None, (
-                f"{wanted} and as many for NCCL and data loaders are needed, {free >> 20} are free; give a "
-                "container more (--shm-size)"
+                f"{-(-size >> 20)} MiB of {_FOLDER} and as many for NCCL and data loaders are needed, "
+                f"{free >> 20} are free; give a container more (--shm-size)"
             )
-        number, path = tempfile.mkstemp(prefix="megatron-taco-", dir=_FOLDER)
+        with tempfile.NamedTemporaryFile(prefix="megatron-taco-", dir=_FOLDER, delete=False) as file:
+            file.truncate(size)
     except OSError as error:
         return None, str(error)
-    try:
-        os.ftruncate(number, size)
-    finally:
-        os.close(number)
-    return path, None
+    return file.name, None

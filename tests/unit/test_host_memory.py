@@ -1,0 +1,338 @@
+"""Host memory's protocol and order, with a stand-in for the CUDA driver that runs what was launched in any
+order that streams, events and graphs allow."""
+
+import ctypes
+import random
+import threading
+from collections.abc import Iterator
+from weakref import WeakSet
+
+import pytest
+import torch
+
+from megatron.compression.communication import host_memory
+from megatron.compression.communication.host_memory import SLOTS, CopyEngines, DeviceBytes, HostMemory
+
+PATTERN = random.Random(0).randbytes(1 << 16)
+UP, DOWN, MAIN, OTHER, CAPTURING, FORKED = range(1, 7)
+"""Streams of a device."""
+
+
+class Node:
+    """Runs once, after others and when it is ready."""
+
+    def __init__(self, after: list["Node"], run, ready) -> None:
+        self.after, self.run, self.ready, self.replay = [*dict.fromkeys(after)], run, ready, 0
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.ends: list[Node] = []
+        self.active = True
+
+
+class Driver:
+    """Of one device: what is launched becomes nodes, and those of a capture its graph's."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, list[Node]] = {stream: [] for stream in range(1, 7)}
+        self.captured: dict[int, list[Node]] = {}  # of the streams that are in the capture, their ends
+        self.graph: Graph | None = None
+        self.events: list[tuple[Graph | None, list[Node]]] = []
+        self.nodes: list[Node] = []
+        self.current, self.calls = MAIN, 0
+
+    def launch(self, stream: int, run=lambda replay: None, ready=lambda: True) -> int:
+        ends = self.captured if stream in self.captured else self.ends
+        ends[stream] = [Node(ends[stream], run, ready)]
+        (self.nodes if ends is self.ends else self.graph.nodes).append(*ends[stream])
+        self.calls += 1
+        return 0
+
+    def cuEventCreate(self, made, flags: int) -> int:
+        self.events.append((None, []))
+        made._obj.value = len(self.events)
+        return 0
+
+    def cuEventRecord(self, event: int, stream: int) -> int:
+        inside = stream in self.captured
+        self.events[event - 1] = (self.graph, self.captured[stream]) if inside else (None, self.ends[stream])
+        self.calls += 1
+        return 0
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
+        graph, nodes = self.events[event - 1]
+        inside = stream in self.captured
+        if inside if graph is None else not graph.active:
+            return 905  # CUDA_ERROR_STREAM_CAPTURE_ISOLATION, or an event of a capture that is over
+        ends = self.ends if graph is None else self.captured  # an event of a capture draws the stream into it
+        ends[stream] = [*dict.fromkeys(ends.get(stream, []) + nodes)]
+        self.calls += 1
+        return 0
+
+    def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, equal: int) -> int:
+        word = ctypes.c_uint32.from_address(address)
+        return self.launch(stream, ready=lambda: word.value == value if equal else word.value >= value)
+
+    def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
+        word = ctypes.c_uint32.from_address(address)
+        return self.launch(stream, lambda replay: setattr(word, "value", value))
+
+    def cuMemcpyDtoHAsync_v2(self, to: int, source: int, size: int, stream: int) -> int:
+        return self.launch(stream, lambda replay: ctypes.memmove(to, source, size))
+
+    cuMemcpyHtoDAsync_v2 = cuMemcpyDtoDAsync_v2 = cuMemcpyDtoHAsync_v2
+
+    def begin_capture(self) -> Graph:
+        self.graph, self.current, self.captured = Graph(), CAPTURING, {CAPTURING: []}
+        return self.graph
+
+    def end_capture(self) -> bool:
+        """Whether all streams of the capture have come back to the first."""
+        graph, ends = self.graph, self.captured[CAPTURING]
+        graph.active = False
+        joined, new = set(ends), list(ends)
+        while new:
+            more = [node for node in new.pop().after if node not in joined]
+            joined.update(more)
+            new += more
+        self.graph, self.current, self.captured = None, MAIN, {}
+        return joined >= set(graph.nodes)
+
+    def replay(self, graph: Graph, number: int) -> None:
+        """After the stream's earlier work and the graph's own earlier replay, as CUDA does."""
+        before, copies = [*self.ends[self.current], *graph.ends], {}
+        for node in graph.nodes:
+            copies[node] = copy = Node([copies[one] for one in node.after] or before, node.run, node.ready)
+            copy.replay = number
+        end = Node([*copies.values(), *before], lambda replay: None, lambda: True)
+        self.nodes += [*copies.values(), end]
+        self.ends[self.current] = graph.ends = [end]
+
+
+class Rank:
+    """Launches exchanges, captures and replays, each with what fills its input and checks its output."""
+
+    def __init__(self, rank: int, world: int, base: int, one_queue: bool) -> None:
+        self.rank, self.world, self.driver, self.buffers = rank, world, Driver(), []
+        self.engines = engines = CopyEngines.__new__(CopyEngines)
+        engines._driver, engines._device, engines._queues = (
+            self.driver,
+            rank,
+            (DOWN if one_queue else UP, DOWN),
+        )
+        engines._to_device, engines.events, engines._threads = 0, [], threading.local()
+        engines._threads.ready = True
+        engines._graph, engines._graphs, engines._replayed = None, WeakSet(), None
+        self.memory = memory = HostMemory.__new__(HostMemory)
+        memory.rank, memory.world, memory._base, memory._streams = rank, world, base, engines
+        memory._rings, memory._slot = 4096, host_memory.largest(world)
+        self.checked = self.replays = 0
+
+    def start(self, number: int, sizes: list[list[int]]):
+        """An exchange on the current stream; returns what waits for it on the then current one."""
+        driver, key = self.driver, number * 1009
+        sends, receives = (
+            [ctypes.create_string_buffer(size + 1) for size in row]
+            for row in (sizes[self.rank], [row[self.rank] for row in sizes])
+        )
+        self.buffers += sends + receives
+
+        def begins(sender: int, receiver: int, replay: int) -> int:
+            return (key + replay * 257 + sender * 31 + receiver * 17) % 50000
+
+        def fill(replay: int) -> None:
+            for peer, (out, into) in enumerate(zip(sends, receives, strict=True)):
+                start = begins(self.rank, peer, replay)
+                out[: len(out) - 1] = PATTERN[start : start + len(out) - 1]
+                into[:] = bytes(len(into))
+
+        def check(replay: int) -> None:
+            self.checked += 1
+            for peer, into in enumerate(receives):
+                start = begins(peer, self.rank, replay)
+                assert into[:-1] == PATTERN[start : start + len(into) - 1], (number, replay, peer)
+
+        parts = (
+            [DeviceBytes(ctypes.addressof(one), len(one) - 1) for one in ones] for ones in (sends, receives)
+        )
+        driver.launch(driver.current, fill)
+        handle = self.memory.exchange(*parts, None)
+
+        def wait() -> None:
+            handle.wait()
+            driver.launch(driver.current, check)
+
+        return wait
+
+    def capture(self, fails: bool, starts) -> Graph:
+        """Exchanges on two streams of one capture, the other stream forked and joined."""
+        driver, engines = self.driver, self.engines
+        graph = driver.begin_capture()
+        engines.capture_begun(graph)
+        engines._put_after(CAPTURING, FORKED)
+        waits = []
+        for stream, at_once, start in starts:
+            driver.current = stream
+            waits.append(start())
+            if at_once:
+                waits.pop()()
+        if not fails:
+            for wait in waits:
+                wait()
+        engines._put_after(FORKED, CAPTURING)
+        assert driver.end_capture() or fails
+        engines.capture_ended(graph)
+        return graph
+
+    def replay(self, graph: Graph) -> None:
+        self.replays += 1
+        self.engines.replaying(graph)
+        self.driver.replay(graph, self.replays)
+
+
+def run_all(ranks: list[Rank], generator: random.Random) -> bool:
+    """Run what can run, in any order; whether nothing is left."""
+    nodes = [node for rank in ranks for node in rank.driver.nodes]
+    followers: dict[Node, list[Node]] = {node: [] for node in nodes}
+    for node in nodes:
+        for earlier in node.after:
+            followers[earlier].append(node)
+    missing = {node: len(node.after) for node in nodes}
+    free = [node for node in nodes if not node.after]
+    while ready := [node for node in free if node.ready()]:
+        node = (
+            ready[-1] if generator.random() < 0.5 else generator.choice(ready)
+        )  # some streams run far ahead
+        free.remove(node)
+        node.run(node.replay)
+        for later in followers.pop(node):
+            missing[later] -= 1
+            if not missing[later]:
+                free.append(later)
+    return not followers
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Makes the ranks of one host, whose pieces are small."""
+    monkeypatch.setattr(host_memory, "largest", lambda world: 256)
+    monkeypatch.setattr(host_memory, "LEAST", 64)
+    host_memory.steps.cache_clear()
+    made: list[Rank] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda rank: made[rank].driver.current, raising=False
+    )
+
+    def make(world: int, one_queue: bool = False) -> tuple[list[Rank], ctypes.Array]:
+        memory = ctypes.create_string_buffer(4096 + world * world * SLOTS * 256)
+        made[:] = [Rank(rank, world, ctypes.addressof(memory), one_queue) for rank in range(world)]
+        return made, memory
+
+    yield make
+    host_memory.steps.cache_clear()
+
+
+def launch(rank: Rank, seed: int, count: int) -> None:
+    """A program that all ranks run: exchanges under way on two streams, captures (some fail), replays."""
+    choose, driver, graphs, waits = random.Random(seed), rank.driver, [], []
+
+    def start() -> object:
+        number, choices = choose.randrange(10**6), (0, 0, 1, 64, 300, 700, 3000)
+        sizes = [[choose.choice(choices) for _ in range(rank.world)] for _ in range(rank.world)]
+        return lambda: rank.start(number, sizes)
+
+    for number in range(count):
+        driver.current = choose.choice((MAIN, OTHER))
+        what = choose.choice(("eager", "eager", "replay", "replay", "wait", "capture", "fail"))
+        if what == "eager":
+            waits.append(start()())
+        elif what == "wait" and waits:
+            waits.pop(choose.randrange(len(waits)))()
+        elif what in ("capture", "fail") or number == 0:
+            starts = [(choose.choice((CAPTURING, FORKED)), choose.random() < 0.5, start()) for _ in range(3)]
+            graph = rank.capture(what == "fail", starts)
+            if what != "fail":
+                graphs.append(graph)
+        elif graphs:
+            rank.replay(choose.choice(graphs))
+    for wait in waits:
+        wait()
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize(("world", "count", "seeds"), [(2, 30, 12), (4, 14, 4), (8, 5, 2)])
+def test_bytes_arrive_in_any_order_of_execution(
+    ranks, world: int, count: int, seeds: int, one_queue: bool
+) -> None:
+    """Uneven and empty parts, more than a ring holds, several exchanges under way on two streams, captures
+    that fail, and replays on any stream between them."""
+    for seed in range(seeds):
+        group, memory = ranks(world, one_queue)
+        for rank in group:
+            launch(rank, seed, count)
+        assert run_all(group, random.Random(seed)), (seed, "ranks wait for each other")
+        assert group[0].checked == group[-1].checked > 0
+        assert not any(memory[:4096])  # all rings are empty
+
+
+def test_a_capture_may_wait_for_an_exchange_that_was_launched_before(ranks) -> None:
+    """It needs no edge to it, but then its replays run after the exchanges that are launched before them."""
+    group, _ = ranks(2)
+    arrived: list[bool] = []
+    for rank in group:
+        wait = rank.start(1, [[64, 64], [64, 64]])
+        graph = rank.driver.begin_capture()
+        rank.engines.capture_begun(graph)
+        wait()
+        assert rank.driver.end_capture()
+        rank.engines.capture_ended(graph)
+        handle = rank.start(2, [[0, 3000], [3000, 0]])
+        into = rank.buffers[-1 - rank.rank]
+        rank.driver.current, rank.replays = OTHER, -1  # it checks the bytes that were launched
+        rank.replay(graph)
+        rank.driver.launch(OTHER, lambda replay, into=into: arrived.append(any(into[2900:-1])))
+        handle()
+    assert run_all(group, random.Random(0)) and arrived == [True, True]
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_after_an_exchange_that_broke_off_nobody_goes_on(
+    ranks, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    """Rather than to take one exchange's bytes for the next one's."""
+    group, _ = ranks(2)
+    sizes, copies, whole = [[0, 1000], [1000, 0]], iter([0] * pieces), Driver.cuMemcpyDtoHAsync_v2
+    with monkeypatch.context() as patch:
+        patch.setattr(Driver, "cuMemcpyDtoHAsync_v2", lambda *to: next(copies, 700) or whole(*to))
+        with pytest.raises(host_memory.HostMemoryError, match="700"):
+            group[0].start(1, sizes)
+    group[1].start(1, sizes)()
+    for rank in group:
+        rank.start(2, sizes)()
+    assert not run_all(group, random.Random(0)) and not group[0].checked + group[1].checked
+
+
+def test_calls_of_the_driver(ranks) -> None:
+    """Of an exchange of four pieces; a replay needs some after an exchange or another stream's replay."""
+    (rank, _), _ = ranks(2)
+    sizes, driver, calls = [[64, 1000], [1000, 64]], rank.driver, []
+
+    def count() -> None:
+        calls.append(driver.calls)
+        driver.calls = 0
+
+    graph = rank.capture(False, [(CAPTURING, True, lambda: rank.start(0, sizes))])
+    driver.calls = 0
+    for number in range(2):
+        rank.start(number, sizes)()
+        driver.calls -= 2  # filled and checked
+        count()
+        for stream in (MAIN, MAIN, OTHER, OTHER, MAIN):
+            driver.current = stream
+            rank.replay(graph)
+            count()
+    sends, receives = 1 + 2 * 4, 2 * 4 + 1
+    exchange = 3 + 1 + sends + receives + 2 + 2  # begin, own bytes, end, wait
+    assert calls == 2 * [exchange, 4, 0, 2, 0, 2]
