@@ -101,9 +101,7 @@ def lines(args: Namespace, config: Any) -> list[str]:
         often = "the last iteration of each log interval runs without its CUDA graph, to measure errors"
         return [f"{often}, and a graph is captured after it (--log-interval {args.log_interval})"]
     if config.report:
-        return [
-            "errors are measured in each message's first iteration alone: a replayed graph measures nothing"
-        ]
+        return ["what a CUDA graph sends is measured in its first iteration alone, which runs without it"]
     return []
 
 
