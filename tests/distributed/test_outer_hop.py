@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron.compression.communication.audit import BackendAudit
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start
+from tests.distributed.tiny_ddp import Setup, Training, device_of, same_everywhere, start
 
 ITERATIONS = 6
 OUTER = Setup(instances=2)
@@ -43,7 +43,7 @@ def run(rank: int, setup: Setup, spec: str | None = None, node_size: int = 2) ->
     assert audit.finish() == []
     losses += [training.step()[0] for _ in range(ITERATIONS - 1)]
     training.settle()
-    loss = torch.tensor(sum(losses) / ITERATIONS, dtype=torch.float64)
+    loss = torch.tensor(sum(losses) / ITERATIONS, dtype=torch.float64, device=device_of(rank))
     dist.all_reduce(loss)
     assert same_everywhere(training.digest())
     return training, float(loss) / dist.get_world_size()
