@@ -144,11 +144,7 @@ class DataParallelConfig(DimensionConfig):
                 f"--optimizer {args.optimizer} with --use-distributed-optimizer gathers whole parameters "
                 "instead of shards; drop --use-distributed-optimizer or --dp-compression"
             )
-        if self.hops[1] is not None and args.num_distributed_optimizer_instances == 1:
-            raise CompressionConfigError(
-                f"--dp-compression outer={self.hops[1]} is for the sums between optimizer instances, and "
-                "there is one; add --num-distributed-optimizer-instances N, or drop outer="
-            )
+        self.check_instances(args.num_distributed_optimizer_instances)
         if getattr(args, "gtp_weight_remat_size", 1) > 1:
             raise CompressionConfigError(
                 "--tensor-parallel-num-weight-shards spreads data-parallel ranks over another group as well, "
@@ -174,6 +170,14 @@ class DataParallelConfig(DimensionConfig):
             raise CompressionConfigError(
                 f"{FULL} with --overlap-param-gather would add an update of the weights in each replay, also "
                 f"after a step that was skipped; drop --overlap-param-gather, or the weights of {self.flag}"
+            )
+
+    def check_instances(self, instances: int) -> None:
+        """Raises: CompressionConfigError: an outer codec, and one instance of the distributed optimizer."""
+        if self.hops[1] is not None and instances == 1:
+            raise CompressionConfigError(
+                f"--dp-compression outer={self.hops[1]} is for the sums between optimizer instances, and "
+                "there is one; add --num-distributed-optimizer-instances N, or drop outer="
             )
 
     def describe(self) -> str:

@@ -232,7 +232,9 @@ class Gradients(Dimension):
             if chunk.config.num_moe_experts is not None:
                 experts, dense = chunk.intra_expt_dp_group, chunk.intra_dp_cp_group.size()
                 self.topology(experts, experts.size() / dense, "an expert's")
-            if chunk.ddp_config.num_distributed_optimizer_instances > 1:
+            instances = chunk.ddp_config.num_distributed_optimizer_instances
+            self.config.check_instances(instances)
+            if instances > 1:
                 self.topology(chunk.inter_dist_opt_group, 1 / chunk.intra_dp_cp_group.size(), "the outer")
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
