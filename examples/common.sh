@@ -13,6 +13,7 @@
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
 #   COMPRESSION      flags of compression; empty: uncompressed
 #   USE_TE=1         Transformer Engine's layers, with sequence parallelism
+#   GRAPHS=1         the iteration as one CUDA graph, where the host launches too slowly
 #   PRECISION        bf16, fp16 or fp32
 #   TP PP and every variable set with := in the script or below
 # shellcheck shell=bash disable=SC2034
@@ -24,7 +25,7 @@ export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 # The user's own; scripts set COMPRESSION below where it is not given.
 GIVEN_COMPRESSION=${COMPRESSION+${COMPRESSION:-none}}
-: "${TINY:=0}" "${MOCK:=0}" "${USE_TE:=0}" "${PRECISION:=bf16}"
+: "${TINY:=0}" "${MOCK:=0}" "${USE_TE:=0}" "${GRAPHS:=0}" "${PRECISION:=bf16}"
 if [ "$MOCK" = 1 ]; then
     export MOCK
     unset DATA_PATH HF_DIR PRETRAINED
@@ -106,6 +107,7 @@ train() { # an entrypoint, its arguments; RUN names the folders of checkpoints a
         --eval-interval "$EVAL_INTERVAL" --eval-iters "$EVAL_ITERS"
     )
     [ "$PRECISION" = fp32 ] || words+=("--$PRECISION")
+    [ "$GRAPHS" != 1 ] || words+=(--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad)
     if [ -n "${DATA_PATH:-}" ]; then
         local prefixes
         read -ra prefixes <<<"$DATA_PATH"

@@ -201,6 +201,7 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
 
     def keep(row: dict) -> None:
         rows.append(row)
+        print(*_cells(row), sep=" | ", flush=True)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -237,18 +238,18 @@ def _run(
     first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
     flags = [*flags, *GRAPHS[graphs]]
     words, auto = _words(options, first, flags), first.flags[: len(AUTO)] == AUTO
-    before = checked_in(options) if auto else 0
+    before = checked_in(options, graphs) if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
     order = {"settings": [one.words(options.dimension) for one in settings], "before": before}
     order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
-    made = 0
-    transport: list[str] = []
+    made, payloads = 0, ""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report")
 
         def show(line: str) -> float | None:
-            nonlocal made
-            transport.extend(re.findall("payloads travel (.*)", line))
+            nonlocal made, payloads
+            if (found := re.search("payloads travel (.*)", line)) and found[1] not in payloads:
+                payloads += f"; {found[1]}" if payloads else found[1]
             if auto and line.startswith(("compression auto:", " | ", " |--")):
                 print(line, end="")
             if (found := re.search(f"{_BLOCK} (.*)", line)) is None:
@@ -258,13 +259,10 @@ def _run(
             lines = history[begin + untimed(graphs) : begin + options.iterations]
             setting = settings[made]
             row = {"regime": regime, "graphs": graphs, "communicators": options.communicators}
-            row |= {"codec": setting.text, "auto": auto, "ranks": options.ranks}
+            row |= {"codec": setting.text, "auto": auto, "ranks": options.ranks, "payloads": payloads}
             row |= {"flags": shlex.join(map(str, _words(options, setting, flags)))}
-            row |= summary(lines, traffic) | {"peak_memory": json.loads(found[1])}
-            keep(row | {"transport": list(dict.fromkeys(transport))})
+            keep(row | summary(lines, traffic) | {"peak_memory": json.loads(found[1])})
             made += 1
-            print(f"{regime}, graphs {graphs}, {setting.text}: {_time(row)} ms; peak {_memory(row)}", end="")
-            print("".join(f"; {one}" for one in dict.fromkeys(transport)), flush=True)
             return AT_THE_END if made == len(settings) else options.limit
 
         environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
@@ -274,16 +272,15 @@ def _run(
         try:
             torchrun(options.ranks, Path(__file__).resolve(), words, log, show, options.limit, **environment)
         except RuntimeError as error:
-            text = (
-                settings[made].text if made < len(settings) else "all rows are there, but the run did not end"
-            )
-            print(f"error: {regime}, graphs {graphs}, {text}: {error}", file=sys.stderr, flush=True)
+            where = settings[made].text if made < len(settings) else "after the last row"
+            print(f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True)
     return made
 
 
-def checked_in(options: Namespace) -> int:
+def checked_in(options: Namespace, graphs: str) -> int:
     """Iterations in which --compression auto checks its choice at most, and those before them."""
-    return 4 + 2 * 4 * (1 + sum(getattr(options, f"{name}_parallel") > 1 for name in FLAGS))
+    rounds, block = (2, 4) if graphs == "none" else (1, 4 + untimed(graphs))
+    return 4 + rounds * block * (1 + sum(getattr(options, f"{name}_parallel") > 1 for name in FLAGS))
 
 
 def _words(options: Namespace, setting: BenchSetting, flags: list[str]) -> list:
@@ -301,27 +298,22 @@ def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
     return row | {"iterations": len(times), "last_loss": next(iter(lines[-1]["losses"].values()))}
 
 
-def _time(row: dict) -> str:
-    return f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"
-
-
-def _memory(row: dict) -> str:
-    return ", ".join(
-        f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in row["peak_memory"].items()
-    )
+def _cells(row: dict) -> list[str]:
+    memory = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in row["peak_memory"].items())
+    times = f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"
+    return [row["regime"], row["graphs"], row["codec"], row["payloads"], memory, times]
 
 
 def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
     """Markdown; speed-ups against the first setting of each regime and kind of graphs, of medians and of the
     extremes."""
-    columns = ["regime", "graphs", "codec", "ms (least - most)", "speed-up (range)", "peak memory"]
-    lines = [[*columns, *(f"{name} MB" for name in traffic), "loss"]]
+    columns = ["regime", "graphs", "codec", "payloads travel", "peak GB", "ms (least - most)"]
+    lines = [[*columns, "speed-up (range)", *(f"{name} MB" for name in traffic), "loss"]]
     for row in rows:
         base = next(one for one in rows if all(one[key] == row[key] for key in ("regime", "graphs")))
         speed_up = base["milliseconds"] / row["milliseconds"]
         least, most = base["least"] / row["most"], base["most"] / row["least"]
-        cells = [row["regime"], row["graphs"], row["codec"], _time(row)]
-        cells += [f"{speed_up:.2f} ({least:.2f} - {most:.2f})", _memory(row)]
+        cells = [*_cells(row), f"{speed_up:.2f} ({least:.2f} - {most:.2f})"]
         cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
         lines.append([*cells, f"{row['last_loss']:.4f}"])
     text = "\n".join(markdown(*lines))
@@ -345,8 +337,9 @@ def end_block() -> None:
     """Print the block's peak memory over all ranks, and begin the next one: without a captured graph."""
     import torch
     import torch.distributed as dist
-    from megatron.core import full_cuda_graph
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
+    from megatron.compression import graphs
     from megatron.compression.auto.plan import largest
     from megatron.compression.report.reporter import peak_memory
 
@@ -355,8 +348,7 @@ def end_block() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:  # which has written the history
         print(_BLOCK, json.dumps(peak), flush=True)
     if torch.cuda.is_available():
-        full_cuda_graph.FullCudaGraphWrapper.reset_cuda_graph(None, "training")
-        full_cuda_graph._shared_graph_pool = None  # torch refuses to capture into a pool that was released
+        graphs.reset(FullCudaGraphWrapper(None), "training")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

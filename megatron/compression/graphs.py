@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from megatron.core import full_cuda_graph
 
 from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError
@@ -73,7 +74,6 @@ def refuse_later_decisions(args: Namespace, config: Any) -> None:
     start = config.start_iteration or 0
     fix = f"drop one of the two, or use {FULL}"
     for given, flag, reason in (
-        (config.auto, "--compression auto", "compares iterations with and without compression"),
         (start >= max(eager, 1), f"--compression-start-iteration {start}", "begins after the capture"),
         (config.error_bound, "--compression-error-bound", "decides after the capture"),
         (
@@ -124,7 +124,7 @@ class WholeIterations:
         known, now = self._known.get(stage), (policy.circumstances(), self._run.transports.version)
         self._known[stage] = now
         if known not in (None, now):
-            self._reset(wrapper, stage)
+            reset(wrapper, stage)
             # One at least runs without a graph: what is sent for the first time sets up its kernels.
             passes[stage] = min(0, warm_up - 1)
             first = f"from iteration {policy.iteration() + 1} on {stage} sends otherwise"
@@ -132,13 +132,17 @@ class WholeIterations:
             return run_pass(wrapper, **arguments)
         if stage == "validation" or meter.bound is None or not meter.ends_interval(policy.iteration()):
             return run_pass(wrapper, **arguments)
-        self._reset(wrapper, stage)  # its memory is that of the iteration which measures
+        reset(wrapper, stage)  # its memory is that of the iteration which measures
         passes[stage] = -1  # neither captures nor replays
         result = run_pass(wrapper, **arguments)
         passes[stage] = min(done + 1, warm_up)
         return result
 
-    def _reset(self, wrapper: Any, stage: str) -> None:
-        if wrapper.cuda_graph[stage] is not None:
-            torch.cuda.synchronize()  # the last replay
-        wrapper.reset_cuda_graph(stage)
+
+def reset(wrapper: full_cuda_graph.FullCudaGraphWrapper, stage: str) -> None:
+    """Free the graph of a stage (training, validation); the next pass begins anew with its warm-up steps."""
+    if wrapper.cuda_graph[stage] is not None:
+        torch.cuda.synchronize()  # the last replay
+    wrapper.reset_cuda_graph(stage)
+    # torch does not capture into a pool that no graph has and in which a tensor still lies.
+    full_cuda_graph._shared_graph_pool = None

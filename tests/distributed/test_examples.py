@@ -170,6 +170,9 @@ def validated(tmp_path_factory) -> dict:
         for script in FULL_SIZE
         for size in ("MOCK", "TINY")
     }
+    lines[GPT3, "GRAPHS"] = command_line(folder, GPT3, MOCK="1", GRAPHS="1")
+    captured = ["--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad"]
+    assert set(captured) == set(lines[GPT3, "GRAPHS"]) - set(lines[GPT3, "MOCK"])
     return spawn(validate, 1, lines)[0]
 
 

@@ -59,7 +59,8 @@ def untimed(**changes) -> list[DimensionPlan]:
     args = parsed("--compression", "auto", **{**USED, **changes})
     run = Measurement.__new__(Measurement)
     run.args, run.config, run._not_attachable, run._times = args, resolve(args), {}, {}
-    run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0)
+    run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0, not_captured=set())
+    run.lines = []
     return list(run.decide(0.0).dimensions)
 
 
@@ -94,7 +95,8 @@ def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) ->
     now, left, order = [begin], iter(costs), []
     messages = tuple(MessageKind(one, one, "all_reduce", (4,), torch.float32, 1.0) for one in dimensions)
 
-    def seconds(rule):
+    def seconds(rule, in_graph):
+        assert not in_graph
         if rule is None:
             return 1.0
         order.append(rule.codec)
@@ -102,9 +104,9 @@ def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) ->
         return 0.5
 
     run = Measurement.__new__(Measurement)
-    run.args, run.config = megatron(), CompressionConfig(auto=dimensions)
+    run.args, run.config = megatron(cuda_graph_impl="none"), CompressionConfig(auto=dimensions)
     run.work, run.lines, run._times = Workload(1.0, messages), [], {}
-    run.watch = Namespace(elapsed=lambda: now[0], seconds=seconds)
+    run.watch = Namespace(elapsed=lambda: now[0], seconds=seconds, not_captured=set())
     run._sender = Namespace(prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: "")
 
     def possible(dimension, budget):

@@ -13,10 +13,17 @@ def run(monkeypatch):
     """Runs iterations of given lengths and returns what was left out in each, and the gains."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
 
-    def run(seconds, dimensions=("tensor_parallel", "data_parallel"), first=0, iterations=60, skipped=()):
+    def run(
+        seconds,
+        dimensions=("tensor_parallel", "data_parallel"),
+        first=0,
+        iterations=60,
+        skipped=(),
+        capturing=0,
+    ):
         now, clock, gains, history = [0], [0.0], [], []
         monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
-        check = plan.Check(dimensions, first, lambda: now[0], gains.append)
+        check = plan.Check(dimensions, first, lambda: now[0], gains.append, capturing)
         for now[0] in range(iterations):
             left_out = {one for one in ("tp.forward", "dp.weight", "pp.forward") if check.left_out(one)}
             history.append(left_out)
@@ -36,6 +43,22 @@ def test_each_dimension_is_left_out_in_turn(run):
     assert history[: begin + 2 * len(blocks)] == [set()] * begin + blocks * plan.ROUNDS
     assert all(left_out == {"dp.weight"} for left_out in history[begin + 2 * len(blocks) :])
     assert off == {"data_parallel"} and gains["tensor_parallel"] == pytest.approx(0.2)
+
+
+def test_in_a_cuda_graph_only_replays_are_timed(run):
+    """Each kind of block once. Where it begins, eager iterations and a capture take long."""
+    before, slow = [None], [0]
+
+    def seconds(out):
+        slow[0] = slow[0] - 1 if out == before[0] else 3  # two eager iterations and a capture
+        before[0] = out
+        return 9.0 if slow[0] > 0 else 1.0 + 0.25 * ("tp.forward" in out)
+
+    history, (gains,), off = run(seconds, ("tensor_parallel",), capturing=3)
+    begin, length = 1 + plan.WARM_UP, TURN + 3
+    assert history[begin : begin + 2 * length] == [set()] * length + [{"tp.forward"}] * length
+    assert not any(history[begin + 2 * length :]) and not off
+    assert gains == {"tensor_parallel": pytest.approx(0.2)}
 
 
 def test_a_gain_under_two_percent_is_none(run):

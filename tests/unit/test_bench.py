@@ -18,9 +18,11 @@ def test_auto_is_timed_behind_its_check():
     """As many iterations as the check has turns."""
     options, _, _ = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
     found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print)
-    assert bench.checked_in(options) == 1 + plan.WARM_UP + found.iterations
+    assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + found.iterations
+    found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print, bench.WARM_UP + 1)
+    assert bench.checked_in(options, "full_iteration") == 1 + plan.WARM_UP + found.iterations
     options, _, _ = bench.parse(["--data-parallel", "2"])
-    assert bench.checked_in(options) == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
+    assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
 
 
 def test_ranges_and_speed_ups_of_the_table():
@@ -32,7 +34,7 @@ def test_ranges_and_speed_ups_of_the_table():
     traffic = ("tp.forward", "tp.backward")
     rows = [
         {"regime": "pcie", "graphs": graphs, "communicators": 2, "codec": codec}
-        | {"peak_memory": {"device_used": 12.3e9}}
+        | {"payloads": "over NCCL", "peak_memory": {"device_used": 12.3e9}}
         | bench.summary(list(map(line, times)), traffic)
         for graphs, codec, times in (
             ("none", "none", (40.0, 44.0, 48.0)),
@@ -41,10 +43,13 @@ def test_ranges_and_speed_ups_of_the_table():
         )
     ]
     text = bench.table(rows, traffic)
-    of_graph = "| pcie | full_iteration |"
-    end = "| device used 12.30 GB | 1.5 | 0.0 | 5.0000 |"
-    assert f"{of_graph} none | 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) {end}" in text
-    assert f"{of_graph} int6 | 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) {end}" in text
+    begin, memory, end = (
+        "| pcie | full_iteration |",
+        "| over NCCL | device_used 12.30 |",
+        "| 1.5 | 0.0 | 5.0000 |",
+    )
+    assert f"{begin} none {memory} 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) {end}" in text
+    assert f"{begin} int6 {memory} 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) {end}" in text
     assert text.endswith("Communicators of every message: 2.")
 
 
@@ -93,10 +98,9 @@ def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
         ("int8", "full_iteration", 2),
     ]
     assert "--cuda-graph-impl full_iteration" in rows[0]["flags"]
-    assert rows[0]["transport"] == ["over stand-ins"] and rows[0]["peak_memory"] == {"allocated": 1e9}
-    assert (
-        "graphs full_iteration, int8: 5.0 (5.0 - 5.0) ms; peak allocated 1.00 GB" in capsys.readouterr().out
-    )
+    assert rows[0]["payloads"] == "over stand-ins" and rows[0]["peak_memory"] == {"allocated": 1e9}
+    row = "pcie | full_iteration | int8 | over stand-ins | allocated 1.00 | 5.0 (5.0 - 5.0)\n"
+    assert row in capsys.readouterr().out
 
 
 def test_what_is_captured_once_has_a_run_of_its_own() -> None:

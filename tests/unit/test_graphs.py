@@ -220,7 +220,7 @@ STAGES, SHARDED = (
         ([*TP, "--compression-error-bound", "0.1"], FULL, None),
         ([*TP, "--validate-uncompressed"], {}, "evaluation, which replays training's graphs"),
         ([*TP, "--validate-uncompressed"], dict(cuda_graph_impl="transformer_engine"), None),
-        (["--compression", "auto"], {}, "--compression auto compares iterations"),
+        (["--compression", "auto"], {}, None),
         (CP, dict(context_parallel_size=2), None),
         (EP, MOE, "captures the exchange of experts' tokens"),
         (EP, MOE | dict(cuda_graph_modules=[CudaGraphModule.moe]), "cuda-graph-modules without moe"),

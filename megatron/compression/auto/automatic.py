@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.utils.hooks import RemovableHandle
 
 from megatron.compression.auto import plan as plans
 from megatron.compression.auto.measurement import Measurement, decided_config
@@ -14,6 +16,9 @@ from megatron.compression.auto.plan import BUDGET, FILE, Check, RunPlan
 from megatron.compression.compression import Compression
 from megatron.compression.config import SAME_RESULTS
 from megatron.compression.errors import CompressionConfigError
+
+LOOKED_AT = 3
+"""Iterations after the first in which the host is watched."""
 
 
 class Automatic:
@@ -43,6 +48,10 @@ class Automatic:
         self._check: Check | None = None
         self._meter_interval = 0
         self._built: list[torch.nn.Module] = []
+        self._idle: list[bool] = []
+        """Of layers that the host came to: whether the GPU had nothing left to do."""
+        self._looking: list[RemovableHandle] = []
+        self._logged = 0
         settings = {key: one for key, one in self.config.asdict().items() if key not in SAME_RESULTS}
         self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
         settings["loss_budget"] = self._budget
@@ -50,6 +59,9 @@ class Automatic:
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Decide, the first time, and attach to this stage's chunks. Collective over all ranks."""
+        if self.args.cuda_graph_impl == "none" and torch.cuda.is_available():
+            layers = (one for chunk in chunks for one in chunk.modules() if isinstance(one, TransformerLayer))
+            self._looking += [one.register_forward_pre_hook(self._look) for one in layers]
         if self.plan is not None:
             return self.compression.attach_model(chunks)
         plan = self._decide(chunks)
@@ -73,6 +85,25 @@ class Automatic:
         """After each iteration, counted from 1."""
         if self._check is not None:
             self._check.on_training_log(iteration)
+        self._logged += 1
+        if self._logged == 1:
+            self._idle.clear()  # kernels were compiled
+        elif self._logged == 1 + LOOKED_AT:
+            self._recommend_graphs()
+
+    def _look(self, *_: object) -> None:
+        self._idle.append(torch.cuda.current_stream().query())
+
+    def _recommend_graphs(self) -> None:
+        """In a line, where the GPU waits for the host."""
+        for handle in self._looking:
+            handle.remove()
+        if self._idle and sum(self._idle) > len(self._idle) / 2:
+            self._tell(
+                f"the host is the bottleneck: at {sum(self._idle)} of {len(self._idle)} layers the GPU had "
+                "nothing left to do; --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad "
+                "launches a whole iteration at once"
+            )
 
     def _decide(self, chunks: list[torch.nn.Module]) -> RunPlan:
         """The plan of an earlier part of this run, or a measured one; rank 0's for all."""
@@ -102,8 +133,12 @@ class Automatic:
     def _begin(self, plan: RunPlan) -> None:
         """Log and keep the plan, and check it."""
         run, first = self.compression.run, self.compression.config.start_iteration or 0
-        unchecked = [] if plan.checked else list(plan.recipes())
-        self._check = Check(unchecked, first, run.policy.iteration, self._checked)
+        unchecked, graphs = [] if plan.checked else list(plan.recipes()), self.args.cuda_graph_impl
+        if unchecked and graphs not in ("none", "full_iteration"):
+            self._tell(f"--cuda-graph-impl {graphs} captures once: iterations without are not compared")
+            unchecked = []
+        capturing = self.args.cuda_graph_warmup_steps + 1 if graphs == "full_iteration" else 0
+        self._check = Check(unchecked, first, run.policy.iteration, self._checked, capturing)
         run.policy.left_out = self._check.left_out
         if unchecked:  # else what the error meter encodes would be timed
             self._meter_interval, run.policy.meter.interval = run.policy.meter.interval, 0

@@ -50,6 +50,8 @@ LIMIT = 10.0
 TRIALS = 5
 TRIAL_SECONDS = 0.01
 """A trial repeats a message until it takes about so long; their median counts."""
+CAPTURED = 4
+"""Calls in a CUDA graph that is timed."""
 
 _TOKENS = ("all_to_all", "gather_tokens", "sum_tokens")
 
@@ -60,22 +62,45 @@ class Stopwatch:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self.device = device_of_rank()
+        self.not_captured: set[str] = set()
+        """Why calls that were to be timed in a CUDA graph were timed eager."""
 
     def elapsed(self) -> float:
         """Seconds since it was made."""
         return largest(time.perf_counter() - self._began)[0]
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def seconds(self, work: Callable[[], object], in_graph: bool = False) -> float:
         """What one call takes, on the slowest rank: the median of a few trials, after two calls to warm up
-        (kernels are compiled, communicators are made)."""
+        (kernels are compiled, communicators are made).
+
+        Args:
+            in_graph: time replays of a CUDA graph, where the host launches nothing, if it can be captured.
+        """
         work()
         self._synchronize()
+        calls = 1
+        if in_graph and (replay := self._captured(work)) is not None:
+            work, calls = replay, CAPTURED
         (once,) = largest(self._time(work, 1))
         if once > 0.5:
-            return once
+            return once / calls
         repeats = max(1, min(50, round(TRIAL_SECONDS / max(once, 1e-9))))
         trials = TRIALS if once < 0.05 else 2
-        return largest(statistics.median(self._time(work, repeats) for _ in range(trials)))[0]
+        return largest(statistics.median(self._time(work, repeats) for _ in range(trials)))[0] / calls
+
+    def _captured(self, work: Callable[[], object]) -> Callable[[], None] | None:
+        """Replays ``CAPTURED`` calls; None: some rank cannot capture them."""
+        graph, why = torch.cuda.CUDAGraph(), None
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as Megatron captures
+                for _ in range(CAPTURED):
+                    work()
+        except Exception as error:  # of CUDA, of NCCL or of what refuses by itself
+            why = f"{error}".partition("\n")[0] or type(error).__name__
+        if (why := _of_any_rank(why)) is None:
+            return graph.replay
+        self.not_captured.add(why)
+        return None
 
     def _time(self, work: Callable[[], object], repeats: int) -> float:
         began = time.perf_counter()
@@ -282,7 +307,7 @@ class Measurement:
     def decide(self, budget: float) -> RunPlan:
         """Time everything and choose within a budget (percent of loss, over all dimensions)."""
         for message in self.work.messages:
-            self._times[message] = self.watch.seconds(self._sender.sends(message))
+            self._times[message] = self._seconds(message)
         whole = self.work.seconds(self._times)
         used = [name for name in RECIPES if self._messages(name) or self._unseen(name)]
         possible: dict[str, dict[Recipe, dict[str, Rule]]] = {}
@@ -310,8 +335,16 @@ class Measurement:
             plans.append(DimensionPlan(dimension, link, dimension in chosen, name, gain, loss, reason))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        self.lines += [f"timed eager, not in a CUDA graph: {why}" for why in sorted(self.watch.not_captured)]
         milliseconds = 1e3 * whole, 1e3 * self.work.computation
         return RunPlan(tuple(plans), budget, *milliseconds, self.watch.elapsed())
+
+    def _seconds(self, message: MessageKind, rule: Rule | None = None) -> float:
+        """What a message takes by itself, sent as in training: in a CUDA graph where one holds it."""
+        captured = self.args.cuda_graph_impl
+        per_layer = captured != "none" and message.dimension == "tensor_parallel"
+        in_graph = captured == "full_iteration" or per_layer
+        return self.watch.seconds(self._sender.sends(message, rule), in_graph)
 
     def _messages(self, dimension: str) -> list[MessageKind]:
         return [message for message in self.work.messages if message.dimension == dimension]
@@ -356,7 +389,7 @@ class Measurement:
             for message in self._messages(dimension):
                 rule = rules[message.traffic]
                 if rule.codec is not None:
-                    seconds = self.watch.seconds(self._sender.sends(message, rule))
+                    seconds = self._seconds(message, rule)
                     saved += message.exposed(self._times[message]) - message.exposed(seconds)
             gains[dimension][recipe] = saved / whole
             began, now = now, self.watch.elapsed()

@@ -158,6 +158,7 @@ WARM_UP = 3
 BLOCK = 4
 """Iterations of a block, of which the first is not timed: it begins with what the block before has left."""
 ROUNDS = 2
+"""Blocks of each kind; one where each block is captured anew."""
 
 
 class Check:
@@ -171,6 +172,7 @@ class Check:
         iteration: the zero-based one that all ranks are in.
         decided: called on all ranks with the part of an iteration that each dimension saves. A dimension that
             could not be timed is not in it, and stays as it was decided.
+        capturing: further iterations of a block, in which a CUDA graph is captured; replays are timed.
     """
 
     def __init__(
@@ -179,10 +181,12 @@ class Check:
         first: int,
         iteration: Callable[[], int],
         decided: Callable[[dict[str, float]], None],
+        capturing: int = 0,
     ) -> None:
         self._dimensions, self._first = dimensions, first
         self._iteration, self._decided = iteration, decided
-        self._blocks: list[str | None] = [None, *dimensions] * ROUNDS
+        self._untimed, self._length = 1 + capturing, BLOCK + capturing
+        self._blocks: list[str | None] = [None, *dimensions] * (1 if capturing else ROUNDS)
         self._times: dict[str | None, list[float]] = {block: [] for block in self._blocks}
         self._begin: int | None = None
         self._place: int | None = None
@@ -195,7 +199,7 @@ class Check:
     @property
     def iterations(self) -> int:
         """Of all blocks."""
-        return BLOCK * len(self._blocks)
+        return self._length * len(self._blocks)
 
     def left_out(self, traffic: str) -> bool:
         """Whether a traffic class goes uncompressed now, for ``Policy.left_out``."""
@@ -204,7 +208,7 @@ class Check:
         if self.done or self._begin is None:
             return False
         place = self._iteration() - self._begin
-        block = self._blocks[place // BLOCK] if 0 <= place < self.iterations else None
+        block = self._blocks[place // self._length] if 0 <= place < self.iterations else None
         return block is not None and _belongs(traffic, block)
 
     def on_training_log(self, iteration: int) -> None:
@@ -219,8 +223,9 @@ class Check:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        if 0 <= place < self.iterations and place % BLOCK and self._place == place - 1:
-            self._times[self._blocks[place // BLOCK]].append(now - self._last)
+        block, position = divmod(place, self._length)
+        if 0 <= place < self.iterations and position >= self._untimed and self._place == place - 1:
+            self._times[self._blocks[block]].append(now - self._last)
         self._last, self._place = now, place
         if place + 1 >= self.iterations:
             self.done = True
@@ -261,7 +266,7 @@ _SAME = (
     *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     *("ddp_bucket_size", "padded_vocab_size", "num_experts", "num_attention_heads"),
-    *("num_query_groups", "kv_channels", "multi_latent_attention"),
+    *("num_query_groups", "kv_channels", "multi_latent_attention", "cuda_graph_impl"),
     *("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_router_topk", "moe_router_dtype"),
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_layer_freq", "moe_latent_size"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),

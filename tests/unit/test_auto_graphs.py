@@ -1,0 +1,133 @@
+"""--compression auto in CUDA graphs: what is timed, what is compared, when graphs are recommended."""
+
+import contextlib
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron.compression.auto import measurement, plan
+from megatron.compression.auto.automatic import LOOKED_AT, Automatic
+from megatron.compression.auto.measurement import Measurement, Stopwatch
+from megatron.compression.auto.messages import MessageKind
+from megatron.compression.compression import Compression
+from megatron.compression.flags import resolve
+from tests.unit.megatron_args import parsed
+from tests.unit.test_auto import one_plan
+
+LAUNCHED, REPLAYED = 300e-6, 80e-6
+"""Seconds of a call."""
+
+
+@pytest.mark.parametrize(
+    ("failure", "other"), [(None, None), ("not permitted\nmore", None), (None, "not permitted")]
+)
+def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other) -> None:
+    """Else eager calls, on all ranks, with a rank's reason."""
+    now, calls = [0.0], []
+
+    @contextlib.contextmanager
+    def capture(graph, capture_error_mode):
+        calls.append(0)
+        if failure:
+            raise RuntimeError(failure)
+        yield
+        graph.calls = calls.pop()
+
+    def call() -> None:
+        if calls:
+            calls[0] += 1
+        else:
+            now[0] += LAUNCHED
+
+    def new_graph() -> Namespace:
+        graph = Namespace()
+        graph.replay = lambda: now.__setitem__(0, now[0] + graph.calls * REPLAYED)
+        return graph
+
+    def gather(into, own) -> None:
+        calls.clear()
+        into[:] = own, other
+
+    monkeypatch.setattr(measurement, "time", Namespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(measurement, "largest", lambda *values: list(values))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    watch = Stopwatch()
+    reasons = {"not permitted"} if failure or other else set()
+    assert watch.seconds(call, in_graph=True) == pytest.approx(LAUNCHED if reasons else REPLAYED)
+    assert watch.not_captured == reasons
+    assert watch.seconds(call) == pytest.approx(LAUNCHED)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "captured"),
+    [
+        ("none", set()),
+        ("local", {"tensor_parallel"}),
+        ("full_iteration", {"tensor_parallel", "data_parallel"}),
+    ],
+)
+def test_messages_that_a_graph_holds(graphs, captured) -> None:
+    """Graphs of layers hold tensor parallelism alone."""
+    run, found = Measurement.__new__(Measurement), set()
+    run.args = Namespace(cuda_graph_impl=graphs)
+    run._sender = Namespace(sends=lambda message, rule: message.dimension)
+    run.watch = Namespace(seconds=lambda dimension, in_graph: found.update([dimension] * in_graph))
+    for dimension in ("tensor_parallel", "data_parallel"):
+        run._seconds(MessageKind(dimension, "", "all_reduce", (4,), torch.float32, 1.0))
+    assert found == captured
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Makes a run with such graphs, which has decided; and the lines that it says."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+
+    def begin(graphs: str) -> tuple[Automatic, list[str]]:
+        args, said = parsed("--compression", "auto", save=None), []
+        compression = Compression(resolve(args))
+        args.cuda_graph_impl, args.cuda_graph_warmup_steps = graphs, 2
+        run = Automatic(args, compression, lambda: 1.0, said.append, lambda _: None)
+        run._begin(one_plan())
+        return run, said
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("graphs", "length"),
+    [("none", 4 * plan.BLOCK), ("full_iteration", 2 * (plan.BLOCK + 3)), ("local", None)],
+)
+def test_iterations_that_are_compared(begun, graphs, length) -> None:
+    """None where layers are captured once, which is said."""
+    run, said = begun(graphs)
+    assert (None if run._check.done else run._check.iterations) == length
+    line = "compression auto: --cuda-graph-impl local captures once: iterations without are not compared"
+    assert (line in said) == (length is None)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_graphs_are_recommended_where_the_gpu_waits_for_the_host(begun, monkeypatch, idle) -> None:
+    """In one line after a few iterations, the first left out; then nobody looks any more."""
+    run, said = begun("none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Namespace(query=lambda: idle))
+    monkeypatch.setattr(run.compression, "attach_model", lambda chunks: chunks)
+    layer = TransformerLayer.__new__(TransformerLayer)
+    torch.nn.Module.__init__(layer)
+    run.attach_model([torch.nn.ModuleList([layer])])
+    for iteration in range(1 + LOOKED_AT):
+        for hook in layer._forward_pre_hooks.values():
+            hook(layer, ())
+        run.on_training_log(iteration + 1)
+    lines = [one for one in said if "the host is the bottleneck" in one]
+    assert len(lines) == idle and not layer._forward_pre_hooks
+    assert all(
+        "at 3 of 3 layers the GPU" in one and "--cuda-graph-impl full_iteration" in one for one in lines
+    )
