@@ -34,6 +34,11 @@ def holds_experts(args: Namespace) -> bool:
     return whole_iterations(args) or (by_layer(args) and (not modules or "moe" in modules))
 
 
+def held_by_layers(args: Namespace) -> set[str]:
+    """Dimensions whose messages graphs of layers hold."""
+    return {"tensor_parallel", "context_parallel"} | ({"expert_parallel"} if holds_experts(args) else set())
+
+
 def refuse_host_splits(args: Namespace, flag: str) -> None:
     """Raises: CompressionConfigError: a graph would hold an exchange of as many tokens as the router says."""
     if holds_experts(args) and not args.moe_pad_expert_input_to_capacity:
@@ -62,10 +67,9 @@ def refuse_later_decisions(args: Namespace, config: Any) -> None:
     """
     if not by_layer(args):
         return
-    held = {"tensor_parallel", "context_parallel"} | ({"expert_parallel"} if holds_experts(args) else set())
     sends = any(
         (getattr(config, name).enabled and getattr(config, name).ranks(args) > 1) or name in config.auto
-        for name in held
+        for name in held_by_layers(args)
     )
     if not sends:
         return

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.utils.hooks import RemovableHandle
 
+from megatron.compression import graphs
 from megatron.compression.auto import plan as plans
 from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.auto.plan import BUDGET, FILE, Check, RunPlan
@@ -133,11 +134,11 @@ class Automatic:
     def _begin(self, plan: RunPlan) -> None:
         """Log and keep the plan, and check it."""
         run, first = self.compression.run, self.compression.config.start_iteration or 0
-        unchecked, graphs = [] if plan.checked else list(plan.recipes()), self.args.cuda_graph_impl
-        if unchecked and graphs not in ("none", "full_iteration"):
-            self._tell(f"--cuda-graph-impl {graphs} captures once: iterations without are not compared")
+        unchecked, impl = [] if plan.checked else list(plan.recipes()), self.args.cuda_graph_impl
+        if unchecked and graphs.by_layer(self.args):
+            self._tell(f"--cuda-graph-impl {impl} captures once: iterations without are not compared")
             unchecked = []
-        capturing = self.args.cuda_graph_warmup_steps + 1 if graphs == "full_iteration" else 0
+        capturing = self.args.cuda_graph_warmup_steps + 1 if graphs.whole_iterations(self.args) else 0
         self._check = Check(unchecked, first, run.policy.iteration, self._checked, capturing)
         run.policy.left_out = self._check.left_out
         if unchecked:  # else what the error meter encodes would be timed

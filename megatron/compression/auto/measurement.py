@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 
+from megatron.compression import graphs
 from megatron.compression.auto.messages import MessageKind, activations, workload
 from megatron.compression.auto.plan import (
     LEAST_GAIN,
@@ -341,9 +342,8 @@ class Measurement:
 
     def _seconds(self, message: MessageKind, rule: Rule | None = None) -> float:
         """What a message takes by itself, sent as in training: in a CUDA graph where one holds it."""
-        captured = self.args.cuda_graph_impl
-        per_layer = captured != "none" and message.dimension == "tensor_parallel"
-        in_graph = captured == "full_iteration" or per_layer
+        in_layer = graphs.by_layer(self.args) and message.dimension in graphs.held_by_layers(self.args)
+        in_graph = in_layer or graphs.whole_iterations(self.args)
         return self.watch.seconds(self._sender.sends(message, rule), in_graph)
 
     def _messages(self, dimension: str) -> list[MessageKind]:
