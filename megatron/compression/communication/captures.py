@@ -23,7 +23,8 @@ class Captures(GraphObserver):
 
     def __init__(self) -> None:
         self.counts: Counter[Count] | None = None
-        """Of the graph that is being captured; None: none is."""
+        """Of the graph that is being captured, each with how often; None: none is. Whoever counts adds to it
+        in place: a method would be a Python frame in each message."""
         self._of: WeakKeyDictionary[torch.cuda.CUDAGraph, Counter[Count]] = WeakKeyDictionary()
         self._watched: set[type] = set()
 
@@ -34,13 +35,6 @@ class Captures(GraphObserver):
         if torch.cuda.CUDAGraph not in self._watched:
             self._watched.add(torch.cuda.CUDAGraph)
             observe(self)
-
-    def keep(self, count: Callable[..., None], given: tuple, times: int = 1) -> bool:
-        """Whether a graph is being captured; then ``count(*given, times=n)`` is called at each replay."""
-        if self.counts is None:
-            return False
-        self.counts[count, given] += times
-        return True
 
     def capture_begun(self, graph: torch.cuda.CUDAGraph) -> None:
         self.counts = self._of[graph] = Counter()

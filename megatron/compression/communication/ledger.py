@@ -107,7 +107,8 @@ class Ledger:
         Args:
             plain: what the uncompressed operation would send, 0 where ``record_plain`` says it.
         """
-        if captures.keep(self.record, (traffic, kind, operation, sent, plain, link), times):
+        if captures.counts is not None:
+            captures.counts[self.record, (traffic, kind, operation, sent, plain, link)] += times
             return
         key = ("eval" if self.evaluating else "train", traffic, kind, operation, link)
         tally = self.tallies.get(key)
