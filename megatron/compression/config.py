@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -187,6 +188,19 @@ class CompressionConfig:
             idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
             lines.append(effect if sent else idle)
         return lines
+
+
+def from_environment(name: str) -> int | None:
+    """A number >= 1; None where the variable is not set, or empty.
+
+    Raises: CompressionConfigError: it is something else.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise CompressionConfigError(f"{name}={text} must be a number >= 1; unset it for the default")
+    return int(text)
 
 
 def train_iterations(args: Namespace) -> int | None:

@@ -54,7 +54,8 @@ ARGUMENTS = _arguments()
 
 
 @contextlib.contextmanager
-def _renaming(names: Mapping[str, str]) -> Iterator[None]:
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Put other names into what a ``CompressionConfigError`` says, the first that matches first."""
     try:
         yield
     except CompressionConfigError as error:
@@ -64,9 +65,9 @@ def _renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise CompressionConfigError(text) from None
 
 
-naming_arguments = partial(_renaming, ARGUMENTS)
+naming_arguments = partial(renaming, ARGUMENTS)
 """Has what is refused name arguments, for who gives no flags."""
-naming_flags = partial(_renaming, {argument: flag for flag, argument in ARGUMENTS.items()})
+naming_flags = partial(renaming, {argument: flag for flag, argument in ARGUMENTS.items()})
 """Has what ``naming_arguments`` refuses name flags again, for who gives them."""
 
 

@@ -1,7 +1,6 @@
 """The command line: our flags, added to Megatron's, and what they say as one config."""
 
 import argparse
-import os
 import types
 import typing
 from argparse import ArgumentParser, Namespace
@@ -11,7 +10,13 @@ from typing import Any
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, parse_codec
 from megatron.compression.codecs.recipes import TACO_PAPER
 from megatron.compression.codecs.registry import field_docs, settings_of
-from megatron.compression.config import COMMUNICATORS, DIMENSIONS, NODE_SIZE, CompressionConfig
+from megatron.compression.config import (
+    COMMUNICATORS,
+    DIMENSIONS,
+    NODE_SIZE,
+    CompressionConfig,
+    from_environment,
+)
 from megatron.compression.dimension import FLAGS, naming_flags
 from megatron.compression.errors import CompressionConfigError, InputError, naming
 
@@ -151,8 +156,8 @@ def resolve(args: Namespace) -> CompressionConfig:
             everywhere = TACO_PAPER if args.compression == "taco-paper" else {}
             settings["compression"] = everywhere.get(part, "none")
         parts[part] = settings
-    parts["data_parallel"]["node_size"] = _from_environment(NODE_SIZE)
-    own = parts.pop("") | {"communicators": _from_environment(COMMUNICATORS) or 0}
+    parts["data_parallel"]["node_size"] = from_environment(NODE_SIZE)
+    own = parts.pop("") | {"communicators": from_environment(COMMUNICATORS) or 0}
     configs = {part: kinds[part](**values) for part, values in parts.items()}
     configs["data_parallel"] = configs["data_parallel"].resolved(args)
     if args.compression == "auto" and not auto:
@@ -166,19 +171,6 @@ def resolve(args: Namespace) -> CompressionConfig:
         )
     config.check(args)
     return config
-
-
-def _from_environment(name: str) -> int | None:
-    """A number >= 1; None where the variable is not set, or empty.
-
-    Raises: CompressionConfigError: it is something else.
-    """
-    text = os.environ.get(name, "")
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise CompressionConfigError(f"{name}={text} must be a number >= 1; unset it for the default")
-    return int(text)
 
 
 def _tensor_parallel_spec(args: Namespace, given: dict[str, Any]) -> str | None:

@@ -110,11 +110,15 @@ class TorchTransport:
 
     def any_rank(self, flag: torch.Tensor) -> bool:
         """Whether ``flag``, uint8 ``[]``, is set on any rank of the group. Counted; the host waits for it."""
-        found = flag.to(torch.int32)[None]
+        return self.any_ranks(flag[None])[0]
+
+    def any_ranks(self, flags: torch.Tensor) -> list[bool]:
+        """As ``any_rank`` for each of ``flags``, uint8 ``[n]``, in one reduction."""
+        found = flags.to(torch.int32)
         if self.on_send is not None:
             self.on_send("all_reduce", bytes_sent("all_reduce", found.nbytes, self.world_size))
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(found)
+        return [bool(one) for one in found.tolist()]
 
 
 class HostTransport(TorchTransport):

@@ -29,9 +29,10 @@ class ParameterSpan:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradientBucket:
-    """What a ``GradientSync`` knows of its bucket."""
+    """What a ``GradientSync`` knows of its bucket. Under FSDP2 ``gradients`` is another tensor of the same
+    size at each ``start``, and a span is one rank's piece of a parameter."""
 
     gradients: torch.Tensor
     """[numel], bf16, fp16 or fp32: this rank's sum over micro-batches, and where the result goes."""
