@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import resource
+import sys
 import time
 from collections import defaultdict
 from types import SimpleNamespace
@@ -96,8 +97,8 @@ def _calling(function):
 
 def install_devices() -> None:
     """Replace what Megatron asks of `torch.cuda`. `torch.cuda.is_available()` keeps saying False."""
-    # TP and context parallelism insist on this variable below compute capability 10; no queues here.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1")
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda, memory = torch.cuda, psutil.virtual_memory
     for why, functions in {

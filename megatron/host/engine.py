@@ -5,8 +5,10 @@ import importlib
 import sys
 import warnings
 from argparse import Namespace
+from types import SimpleNamespace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.compression.patches.symbols import around, put
 from megatron.host import cuda
@@ -54,6 +56,10 @@ def install_core() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     around(token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy"), _as_numpy_from_here)
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
+
+    on_cpu = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
+    put(fsdp2, "DeviceMesh", on_cpu, "--use-torch-fsdp2 makes its mesh of CUDA devices")
 
 
 def _load(name: str):

@@ -33,7 +33,9 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def build(ranks: int, policy: MixedPrecisionPolicy = BF16, *, nested=False, mesh=None, **options) -> nn.Module:
+def build(
+    ranks: int, policy: MixedPrecisionPolicy = BF16, *, nested=False, mesh=None, **options
+) -> nn.Module:
     """Two blocks and a head under FSDP2; ``nested``: each block's MLP is a module of its own."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 33))
@@ -77,6 +79,7 @@ def worker(rank: int, ranks: int) -> None:
     c = attach(model, "none", "tagc")
     out = train(model, 30)
     print(plain[-1], out[-1], c.summary(), flush=True)
+
 
 def test_x(capfd):
     spawn(worker, 2)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import expand
+from megatron.compression.codecs.sdp4bit import Sdp4bitCodec
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
 from megatron.compression.data_parallel.compressor import GradientCompressor
@@ -21,8 +22,7 @@ from megatron.compression.graphs import FULL, whole_iterations
 
 # Megatron's flag -> why its gradients or weights do not pass through a bucket group that we know
 _REFUSED = {
-    "use_megatron_fsdp": "communicates inside its own buffers",
-    "use_torch_fsdp2": "communicates inside torch",
+    "use_megatron_fsdp": "communicates inside its own buffers (--use-torch-fsdp2 is supported)",
     "fp8_param_gather": "gathers fp8 weights already",
     "fp4_param_gather": "gathers fp4 weights already",
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers weights through the gradients' buffer",
@@ -55,7 +55,7 @@ class DataParallelConfig(DimensionConfig):
 
     weights: str | None = None
     """Codec of the change of the weights that the distributed optimizer gathers; by default what
-    ``compression`` says alone."""
+    ``compression`` says alone. Under FSDP2 of the weights themselves; by default lossless."""
 
     node_size: int | None = None
     """Data-parallel ranks that count as one node, in the order of the ranks; by default the real nodes.
@@ -108,6 +108,8 @@ class DataParallelConfig(DimensionConfig):
         """With the weights' codec spelled out, which there is where there are masters."""
         if self.weights is not None:
             return self
+        if args.use_torch_fsdp2 and self.compression != "none":
+            return replace(self, weights="lossless")
         sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
         return replace(self, weights=_WEIGHTS.get(self.hops[0], "none") if sharded else "none")
 
@@ -152,7 +154,9 @@ class DataParallelConfig(DimensionConfig):
             )
         if whole_iterations(args):
             self._check_captured(args)
-        if self.weight_codec is not None:
+        if args.use_torch_fsdp2:
+            check_fsdp2(self.weight_codec, self.compressor)
+        elif self.weight_codec is not None:
             _check_weights(args)
         check_memory(self.compressor, args)
         if self.compressor is not None and self.compressor.has_memory:
@@ -219,6 +223,29 @@ def _check_weights(args: Namespace) -> None:
     refuse_flags(args, reasons, "drop it or give none as the second value of --dp-compression")
 
 
+def check_fsdp2(weights: Codec | None, gradients: GradientCompressor | None) -> None:
+    """Refuse what cannot encode what FSDP2 sends.
+
+    Raises: CompressionConfigError: with the codec, the reason and the fix.
+    """
+    codecs = ("--dp-compression WEIGHTS", weights), ("--dp-compression", getattr(gradients, "codec", None))
+    for flag, codec in codecs:
+        if codec is not None and codec.sees_shape:
+            raise CompressionConfigError(
+                f"{flag} {codec.name} needs tokens and channels, not a module's flat parameters; use int8"
+            )
+    if isinstance(weights, Sdp4bitCodec):
+        raise CompressionConfigError(
+            f"--dp-compression WEIGHTS {weights.name}: SDP4Bit sends differences to the last weights, which "
+            "FSDP2 frees after each use; use lossless or int8"
+        )
+    if gradients is not None and gradients.lossless:
+        raise CompressionConfigError(
+            f"--dp-compression {gradients.name}: under FSDP2 the host would wait in each layer's backward to "
+            "see whether gradients fit; use int8, or none"
+        )
+
+
 def check_memory(compressor: GradientCompressor | None, settings: Any) -> None:
     """Refuse a memory of gradients whose unit changes from one iteration to the next.
 
@@ -242,6 +269,10 @@ def _check_repeatable(compressor: GradientCompressor, args: Namespace) -> None:
         raise CompressionConfigError(
             f"--rerun-mode report_stats runs every iteration twice, and {compressor.name} would lose what it "
             "left out the first time; drop one of the two"
+        )
+    if args.save and args.use_torch_fsdp2:
+        raise CompressionConfigError(
+            f"--dp-compression {compressor.name} is not saved under --use-torch-fsdp2; drop --save"
         )
     if args.save and args.ckpt_format != "torch_dist":
         raise CompressionConfigError(

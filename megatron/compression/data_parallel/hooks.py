@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.transformer import MegatronModule
@@ -37,6 +37,7 @@ from megatron.compression.data_parallel.weights import (
     replicated_parts,
 )
 from megatron.compression.dimension import Dimension
+from megatron.compression.fsdp2 import Fsdp2Compression
 from megatron.compression.patches import communication, gaps, symbols
 from megatron.compression.replicated_parameters import cut_without_mark
 
@@ -186,6 +187,8 @@ class Gradients(Dimension):
         self.adopt(config)
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached."""
+        self.fsdp2: list[Fsdp2Compression] = []
+        """Of chunks under --use-torch-fsdp2."""
         self._transports = run.transports
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self.memory = GradientMemory(None, [], self._say)
@@ -205,12 +208,18 @@ class Gradients(Dimension):
         """Give every bucket group its gradient syncs and its weights. Collective over all ranks.
 
         Args:
-            chunks: model chunks, wrapped by DDP; not wrapped, they are only evaluated, which is said.
+            chunks: model chunks, wrapped by DDP or torch's FSDP2; not wrapped, they are only evaluated, which
+                is said.
         Raises:
             TypeError: another wrapper than Megatron's DistributedDataParallel.
             CompressionConfigError: a compressor with a memory, whose gradients have no fixed unit.
         """
-        if not self.config.enabled:
+        for chunk in chunks:
+            if isinstance(chunk, TorchFullyShardedDataParallel):
+                check_memory(self.compressor, chunk.config)
+                topology = self.topology if self.config.enabled else find_topology
+                self.fsdp2.append(Fsdp2Compression(chunk.module, self.run, topology, self._say))
+        if not self.config.enabled or self.fsdp2:
             return
         if all(isinstance(one, MegatronModule) and not isinstance(one, _BaseDataParallel) for one in chunks):
             self._say(

@@ -1,11 +1,12 @@
 """Reductions of FSDP2's gradients over a codec or a gradient compressor, in the place of FSDP's own.
 
-FSDP gives a module's gradients as ``[ranks, n]``: row r holds rank r's piece of every parameter, one after the
-other. For a ``GradientCompressor`` this is a bucket whose shards are the rows. Under HSDP the sum over the
-replicas is a second bucket, this rank's row. FSDP would all-reduce it itself, before it calls the all-reduce
-hook: so the module's mesh is set to the dimension of the shards alone, and the hook sums over the replicas.
+FSDP gives a module's gradients as ``[ranks, n]``: row r has rank r's piece of every parameter. To a
+``GradientCompressor`` this is a bucket whose shards are the rows. Under HSDP this rank's row is a second
+bucket, summed over the replicas. FSDP's own all-reduce comes before its all-reduce hook: so the module's mesh
+is set to the dimension of the shards alone, and the hook sums over the replicas.
 """
 
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,42 +15,28 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
-from megatron.compression.data_parallel.compressor import (
-    GradientBucket,
-    GradientCompressor,
-    GradientSync,
-    ParameterSpan,
-)
+from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync, ParameterSpan
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.fsdp2.weights import PlainMemory
+from megatron.compression.fsdp2.weights import OwnMemory
 
 TRAFFIC = "dp.gradient"
 
 
+@dataclass(eq=False)
 class GradientSums:
-    """Sums of a parameter group's gradients over one process group, by a compressor.
+    """Sums of a parameter group's gradients over one process group."""
 
-    Args:
-        names: of the group's parameters.
-        sharded: each rank keeps its row of the sum; else every rank has one row and keeps all of it.
-    """
-
-    def __init__(
-        self,
-        names: list[str],
-        group: FSDPParamGroup,
-        compressor: GradientCompressor,
-        topology: Topology,
-        ledger: Ledger,
-        sharded: bool,
-    ) -> None:
-        self.names, self.group, self.compressor = names, group, compressor
-        self.topology, self.ledger, self.sharded = topology, ledger, sharded
-        self._built: dict[int, tuple[GradientSync, GradientBucket]] = {}
+    names: list[str]
+    """Of the group's parameters."""
+    group: FSDPParamGroup
+    topology: Topology
+    run: Run
+    sharded: bool
+    """Each rank keeps its row of the sum; else every rank has one row and keeps all of it."""
+    _built: dict[int, tuple[GradientSync, GradientBucket]] = field(default_factory=dict)
 
     @cached_property
     def spans(self) -> tuple[ParameterSpan, ...]:
@@ -63,89 +50,62 @@ class GradientSums:
                     position = spans[-1].end
         return tuple(spans)
 
-    def built(self, numel: int | None = None) -> tuple[GradientSync, GradientBucket]:
-        """What sums ``numel`` gradients; None: those of all parameters.
+    @property
+    def numel(self) -> int:
+        """Gradients of all parameters, over all rows."""
+        return self.spans[-1].end if self.spans else 0
+
+    def built(self, numel: int) -> tuple[GradientSync, GradientBucket]:
+        """What sums ``numel`` gradients.
 
         Raises: CompressionConfigError: fewer than all, for a compressor that is no codec.
         """
-        every = self.spans[-1].end if self.spans else 0
-        numel = every if numel is None else numel
         if numel not in self._built:
-            if numel != every and not isinstance(self.compressor, CodecGradients):
+            compressor = self.run.policy.rule(TRAFFIC).codec
+            if numel != self.numel and not isinstance(compressor, CodecGradients):
                 raise CompressionConfigError(
-                    f"reduce={self.compressor.name}: a backward pass gave {numel} of the {every} gradients of "
-                    f"{', '.join(self.names)}; it needs all of them in each pass, so choose a codec such as "
-                    "int8"
+                    f"reduce={compressor.name}: a pass gave {numel} of the {self.numel} gradients of "
+                    f"{', '.join(self.names)}; it needs all in each pass, so choose a codec such as int8"
                 )
             nothing = torch.empty(1, device=self.group.device).expand(numel)
-            bucket = GradientBucket(nothing, self.spans, 1.0, self.sharded, self.topology, self.ledger)
-            self._built[numel] = self.compressor.build(bucket), bucket
+            bucket = GradientBucket(nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger)
+            self._built[numel] = compressor.build(bucket), bucket
         return self._built[numel]
 
     def sum(self, gradients: torch.Tensor, scale: float) -> torch.Tensor:
         """``scale`` times the sum, in place: this rank's row of ``gradients``, or all of them."""
         sync, bucket = self.built(gradients.numel())
-        nothing = bucket.gradients
-        bucket.gradients, bucket.scale = gradients, scale
+        nothing, bucket.gradients, bucket.scale = bucket.gradients, gradients, scale
         try:
             sync.start().wait()
             return bucket.shard if self.sharded else gradients
         finally:
             bucket.gradients = nothing  # FSDP frees them
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The compressor's memory, which is made now if it has not been used."""
-        return self.built()[0].state() if self.spans else {}
-
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what ``state`` gave."""
-        self.built()[0].load_state(state)
-
     def buffer_bytes(self) -> int:
         """Of the payloads of one reduction, sent and received; 0 where they are not a codec's."""
-        codec = getattr(self.compressor, "codec", None)
-        if codec is None or not self.spans:
-            return 0
-        ranks = self.topology.world_size
-        return 2 * ranks * codec.payload_bytes((-(-self.spans[-1].end // ranks),))
+        codec, ranks = getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None), self.topology.world_size
+        return 2 * ranks * codec.payload_bytes((-(-self.numel // ranks),)) if codec and self.numel else 0
 
 
-class GradientReduce(PlainMemory, ReduceScatter):
-    """The reduce-scatters of one parameter group, and the all-reduces between its replicas.
+@dataclass(eq=False)
+class GradientReduce(OwnMemory, ReduceScatter):
+    """The reduce-scatters of one parameter group, and under HSDP the all-reduces of its replicas."""
 
-    Args:
-        topology, replicas: of the shards' ranks and of the replicas'; None: HSDP is off.
-    """
+    group: FSDPParamGroup
+    rows: GradientSums
+    """Over the shards' ranks."""
+    replicas: GradientSums | None
+    run: Run
+    _partial: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        names: list[str],
-        group: FSDPParamGroup,
-        topology: Topology,
-        replicas: Topology | None,
-        run: Run,
-    ) -> None:
-        self.group, self.topology, self.replicas, self.run = group, topology, replicas, run
-        compressor = run.policy.rule(TRAFFIC).codec
-        self.sums: list[GradientSums] = []
-        """Over the shards' ranks, and over the replicas; empty: gradients are not compressed."""
-        self._partial: torch.Tensor | None = None
-        if compressor is not None:
-            for where in filter(None, (topology, replicas)):
-                args = names, group, compressor, where, run.ledger, where is topology
-                self.sums.append(GradientSums(*args))
-        if replicas is None:
-            return
-        if compressor is None:
-            group._all_reduce_hook = self._count_all_reduce
-            return
-        group._all_reduce_hook = self._all_reduce
-        own = group.mesh_info
-        assert isinstance(own, HSDPMeshInfo)
-        shards = FSDPMeshInfo(own.mesh, own.shard_mesh_dim)
-        if group.post_forward_mesh_info is own:
-            group.post_forward_mesh_info = shards
-        group.mesh_info = shards
+    def __post_init__(self) -> None:
+        own = self.group.mesh_info
+        if isinstance(own, HSDPMeshInfo):
+            self.group.mesh_info = FSDPMeshInfo(own.mesh, own.shard_mesh_dim)
+            if self.group.post_forward_mesh_info is own:
+                self.group.post_forward_mesh_info = self.group.mesh_info
+            self.group.modules[0].set_all_reduce_hook(self._all_reduce)
 
     def __call__(
         self,
@@ -156,42 +116,38 @@ class GradientReduce(PlainMemory, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Sum ``[W * n]`` over the ranks into this rank's ``[n]``, on the current stream."""
-        decision = self.run.policy.decide(TRAFFIC, input_tensor.nbytes)
-        if decision.codec is None:
-            self.topology.record_uncompressed(
-                self.run.ledger, TRAFFIC, decision.why, "reduce_scatter", input_tensor.nbytes
-            )
+        if not self._compresses(self.rows, "reduce_scatter", input_tensor):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise CompressionConfigError(
-                "set_gradient_divide_factor() has NCCL scale before it adds, which no codec does; call "
-                "set_force_sum_reduction_for_comms(True) as well, or attach with reduce='none'"
+                "set_gradient_divide_factor() scales before it adds, which codecs do not; call "
+                "set_force_sum_reduction_for_comms(True) as well, or attach(reduce='none')"
             )
-        scale = 1 / self.topology.world_size if op == dist.ReduceOp.AVG else 1.0
-        output_tensor.copy_(self.sums[0].sum(input_tensor, scale))
+        scale = 1 / group.size() if op == dist.ReduceOp.AVG else 1.0
+        output_tensor.copy_(self.rows.sum(input_tensor, scale))
         return None
 
-    def _all_reduce(self, gradients: torch.Tensor) -> None:
-        """Average this rank's row over the replicas, in place; what FSDP does under HSDP, over the codec."""
+    def _all_reduce(self, row: torch.Tensor) -> None:
+        """Average this rank's row over the replicas, in place, as FSDP does under HSDP."""
         assert self.replicas is not None
-        if gradients.is_cuda:  # FSDP keeps them for its own all-reduce only
-            gradients.record_stream(torch.cuda.current_stream())
-        if not self.group.all_reduce_grads:  # a later backward's all-reduce sends them, too
-            self._partial = gradients.clone() if self._partial is None else self._partial.add_(gradients)
-            gradients.zero_()
-            return
+        if row.is_cuda:
+            row.record_stream(torch.cuda.current_stream())  # FSDP keeps it for its own all-reduce alone
         if self._partial is not None:
-            gradients += self._partial
-            self._partial = None
-        given = self.group.gradient_divide_factor is not None  # by which FSDP divides already
-        decision = self.run.policy.decide(TRAFFIC, gradients.nbytes)
-        if decision.codec is None:
-            self._count_all_reduce(gradients, decision.why)
-            op = dist.ReduceOp.SUM if given else dist.ReduceOp.AVG
-            dist.all_reduce(gradients, op, self.replicas.group)
+            row += self._partial
+        self._partial = None if self.group.all_reduce_grads else row.clone()
+        if self._partial is not None:  # a later pass sends it as well
+            row.zero_()
+            return
+        given = self.group.gradient_divide_factor is not None  # the whole divisor
+        if self._compresses(self.replicas, "all_reduce", row):
+            self.replicas.sum(row, 1.0 if given else 1 / self.replicas.topology.world_size)
         else:
-            self.sums[1].sum(gradients, 1.0 if given else 1 / self.replicas.world_size)
+            op = dist.ReduceOp.SUM if given else dist.ReduceOp.AVG
+            dist.all_reduce(row, op, self.replicas.topology.group)
 
-    def _count_all_reduce(self, gradients: torch.Tensor, why: str = "off") -> None:
-        assert self.replicas is not None
-        self.replicas.record_uncompressed(self.run.ledger, TRAFFIC, why, "all_reduce", gradients.nbytes)
+    def _compresses(self, sums: GradientSums, operation: str, gradients: torch.Tensor) -> bool:
+        """Whether a reduction is compressed; one that is not is counted."""
+        codec, why = self.run.policy.decide(TRAFFIC, gradients.nbytes)
+        if codec is None:
+            sums.topology.record_uncompressed(self.run.ledger, TRAFFIC, why, operation, gradients.nbytes)
+        return codec is not None

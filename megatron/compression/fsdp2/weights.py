@@ -1,12 +1,13 @@
 """All-gathers of FSDP2's weights over a codec, in the place of ``fully_shard``'s own.
 
-What is sent is encoded from the present weights in every gather, so that nothing can be out of date. Whether
-lossless payloads fit is known before: all shards are encoded once after the weights have changed, the ranks
-gather the flags in one collective, and the host reads them once (``Fsdp2Compression.refresh``). A shard that
-did not fit goes uncompressed on all ranks until the weights change again.
+Each gather encodes the weights as they are, so that nothing can be out of date; without a change the payload
+is the same. Whether lossless payloads fit is known before: once the weights have changed all shards are
+encoded, the ranks gather the flags in one collective, and the host reads them once. A shard that did not fit
+goes uncompressed on all ranks until the next change.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,54 +25,50 @@ from megatron.compression.communication.work import Work
 TRAFFIC = "dp.weight"
 
 
-class PlainMemory:
-    """FSDP's buffers as torch allocates them."""
+class OwnMemory:
+    """FSDP's buffers, as torch allocates them."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """See torch's ``Comm.allocate``."""
+        """See torch's ``Comm``."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class WeightGather(PlainMemory, AllGather):
-    """The all-gathers of one parameter group.
+@dataclass(eq=False)
+class WeightGather(OwnMemory, AllGather):
+    """The all-gathers of one parameter group."""
 
-    Args:
-        name: of its first parameter.
-        refresh: called before a gather that has to know whether its payload fits; sets ``fits``.
-    """
+    name: str
+    """Of its first parameter."""
+    group: FSDPParamGroup
+    topology: Topology
+    run: Run
+    refresh: "Callable[[WeightGather], None]"
+    """Called before a gather that may have to know whether its payload fits; sets ``fits``."""
+    fits: bool | None = None
+    """Whether the lossless payload fits, on all ranks; None: nobody has asked."""
+    buffer_bytes: int = 0
+    """Of the payloads of one gather, sent and received."""
 
-    def __init__(
-        self,
-        name: str,
-        group: FSDPParamGroup,
-        topology: Topology,
-        run: Run,
-        refresh: "Callable[[WeightGather], None]",
-    ) -> None:
-        self.name, self.group, self.topology, self.run = name, group, topology, run
-        self.fits: bool | None = None
-        """Whether lossless payloads of the present weights fit, on all ranks; None: nobody has asked."""
-        self.noted = torch.zeros((), dtype=torch.uint8, device=group.device)
-        """uint8 ``[]``, on the device: 1 where a payload was sent that did not fit: weights changed unnoticed."""
-        self.buffer_bytes = 0
-        self._refresh = refresh
-
-    def decide(self) -> Decision:
-        """How this iteration gathers, but for overflows."""
-        nbytes = sum(p.padded_sharded_param_size.numel() for p in self.group.fsdp_params)
-        return self.run.policy.decide(TRAFFIC, nbytes * self.dtype.itemsize * self.topology.world_size)
+    def __post_init__(self) -> None:
+        self.misfit = torch.zeros((), dtype=torch.uint8, device=self.group.device)
+        """uint8 ``[]``: 1 where a payload was sent that did not fit, since weights had changed unnoticed."""
 
     @property
     def dtype(self) -> torch.dtype:
         """That in which weights are gathered."""
         return self.group.mp_policy.param_dtype or self.group.fsdp_params[0].sharded_param.dtype
 
+    def decide(self) -> Decision:
+        """How this iteration gathers, but for overflows."""
+        numel = sum(one.padded_sharded_param_size.numel() for one in self.group.fsdp_params)
+        return self.run.policy.decide(TRAFFIC, numel * self.dtype.itemsize * self.topology.world_size)
+
     def overflow(self, codec: Codec) -> torch.Tensor:
         """uint8 ``[]`` on the device: 1 where this rank's shard does not fit its payload."""
-        parts = [parameter._sharded_param_data.to(self.dtype) for parameter in self.group.fsdp_params]
-        return codec.overflow_flag(codec.encode(torch.cat(parts)[None])).clone()
+        shard = torch.cat([one._sharded_param_data.to(self.dtype) for one in self.group.fsdp_params])
+        return codec.overflow_flag(codec.encode(shard[None])).clone()
 
     def __call__(
         self,
@@ -81,33 +78,32 @@ class WeightGather(PlainMemory, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather ``[n]`` of every rank into ``[W * n]``, of which it is a part, on the current stream."""
-        decision = self.decide()
-        if group is not self.topology.group:  # reshard_after_forward=N: a smaller group's backward
+        codec, why = self.decide()
+        if codec is not None and codec.lossless:
+            if self.group._training_state is not TrainingState.PRE_BACKWARD:  # else as in the forward
+                self.refresh(self)
+            codec, why = (codec, why) if self.fits else (None, "overflow")
+        if group is not self.topology.group:  # reshard_after_forward=N gathers from N ranks in the backward
             self.run.ledger.record_uncompressed(
                 TRAFFIC, "exact", "all_gather", output_tensor.nbytes, group.size()
             )
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        if decision.codec is not None and decision.codec.lossless:
-            if self.group._training_state is not TrainingState.PRE_BACKWARD:  # the same weights there
-                self._refresh(self)
-            if not self.fits:
-                decision = Decision(None, "overflow")
-        if decision.codec is None:
+        elif codec is None:
             self.topology.record_uncompressed(
-                self.run.ledger, TRAFFIC, decision.why, "all_gather", output_tensor.nbytes
+                self.run.ledger, TRAFFIC, why, "all_gather", output_tensor.nbytes
             )
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        work = self._start(output_tensor, input_tensor, decision.codec)
-        if async_op:
-            return _Pending(work)
-        work.wait()
-        return None
+        else:
+            work = self._start(output_tensor, input_tensor, codec)
+            if async_op:
+                return _Pending(work)
+            work.wait()
+            return None
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
     def _start(self, output: torch.Tensor, own: torch.Tensor, codec: Codec) -> Work:
         self.topology.record_plain(self.run.ledger, TRAFFIC, "all_gather", output.nbytes)
         payload = codec.encode(own[None])
         if codec.lossless:
-            self.noted = self.noted | codec.overflow_flag(payload)
+            self.misfit = self.misfit | codec.overflow_flag(payload)
         gathered, pending = self.topology.transport(self.run.ledger, TRAFFIC).all_gather(payload)
         self.buffer_bytes = payload.nbytes + gathered.nbytes
         rows = output.view(self.topology.world_size, -1)
