@@ -15,6 +15,7 @@ MEGATRON = dict(
     **dict(overlap_param_gather=False, moe_pad_expert_input_to_capacity=False),
     **dict(use_distributed_optimizer=False, bf16=True, fp16=False, num_distributed_optimizer_instances=1),
     **dict(use_precision_aware_optimizer=False, optimizer_cuda_graph=False, rerun_mode="disabled"),
+    **dict(use_torch_fsdp2=False),
     **dict(attention_dropout=0.0, recompute_granularity=None, recompute_modules=None),
     **dict(attention_backend=None, hidden_dropout=0.0),
     **dict(save=None, load=None, ckpt_format="torch_dist", train_iters=100, train_samples=None),

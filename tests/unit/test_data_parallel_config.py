@@ -15,6 +15,7 @@ from megatron.compression.errors import CompressionConfigError
 
 ON = {"compression": "sdp4bit"}
 TAGC = {"compression": "tagc"}
+FSDP2 = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
 POWERSGD = {"compression": "examples.powersgd:PowerSGD"}
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
 INSTANCES = {"num_distributed_optimizer_instances": 2}
@@ -50,6 +51,8 @@ def test_sdp4bit_alone_means_both() -> None:
     assert _check({"compression": "int8", "weights": "taco"}).weight_codec == parse_codec("taco")
     alone = _check({"weights": "int8"})
     assert alone.enabled and alone.compressor is None
+    assert _check(ON, **FSDP2).weights == "lossless"
+    assert _check({"weights": "int8"}, **FSDP2).weights == "int8"
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,10 @@ def test_impossible_settings(settings: dict, message: str) -> None:
     ("settings", "megatron", "message"),
     [
         (ON, {"use_megatron_fsdp": True}, "--use-megatron-fsdp communicates inside its own buffers"),
+        (ON, {"use_megatron_fsdp": True}, "--use-torch-fsdp2 is supported"),
+        ({"weights": "sdp4bit"}, FSDP2, "WEIGHTS sdp4bit: SDP4Bit sends differences to the last weights"),
+        ({"compression": "lossless"}, FSDP2, "lossless: under FSDP2 the host would wait in each layer"),
+        (TAGC, {**FSDP2, "save": "here"}, "tagc is not saved under --use-torch-fsdp2"),
         (
             ON,
             {"use_layer_wise_distributed_optimizer": True, "optimizer": "muon"},

@@ -66,11 +66,7 @@ class DataParallelConfig(DimensionConfig):
             raise CompressionConfigError(
                 f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
             )
-        for codec in (getattr(self.compressor, "codec", None), self.outer_codec, self.weight_codec):
-            if codec is not None and codec.sees_shape:
-                raise CompressionConfigError(
-                    f"--dp-compression {codec.name} needs tokens and channels, not a bucket's; use sdp4bit"
-                )
+        check_flat(getattr(self.compressor, "codec", None), self.outer_codec, self.weight_codec)
 
     @property
     def specs(self) -> tuple[str | None, str | None]:
@@ -108,7 +104,7 @@ class DataParallelConfig(DimensionConfig):
         """With the weights' codec spelled out, which there is where there are masters."""
         if self.weights is not None:
             return self
-        if args.use_torch_fsdp2 and self.compression != "none":
+        if args.use_torch_fsdp2 and self.hops[0] != "none":
             return replace(self, weights="lossless")
         sharded = args.use_distributed_optimizer and (args.bf16 or args.fp16)
         return replace(self, weights=_WEIGHTS.get(self.hops[0], "none") if sharded else "none")
@@ -155,6 +151,11 @@ class DataParallelConfig(DimensionConfig):
         if whole_iterations(args):
             self._check_captured(args)
         if args.use_torch_fsdp2:
+            if args.cuda_graph_impl != "none":
+                raise CompressionConfigError(
+                    f"--cuda-graph-impl {args.cuda_graph_impl} replays what the host decides under "
+                    "--use-torch-fsdp2; drop it or --dp-compression"
+                )
             check_fsdp2(self.weight_codec, self.compressor)
         elif self.weight_codec is not None:
             _check_weights(args)
@@ -223,17 +224,21 @@ def _check_weights(args: Namespace) -> None:
     refuse_flags(args, reasons, "drop it or give none as the second value of --dp-compression")
 
 
+def check_flat(*codecs: Codec | None) -> None:
+    """Raises: CompressionConfigError: a codec that cannot encode values without a shape."""
+    for codec in codecs:
+        if codec is not None and codec.sees_shape:
+            raise CompressionConfigError(
+                f"--dp-compression {codec.name} needs tokens and channels, not a bucket's; use sdp4bit"
+            )
+
+
 def check_fsdp2(weights: Codec | None, gradients: GradientCompressor | None) -> None:
     """Refuse what cannot encode what FSDP2 sends.
 
     Raises: CompressionConfigError: with the codec, the reason and the fix.
     """
-    codecs = ("--dp-compression WEIGHTS", weights), ("--dp-compression", getattr(gradients, "codec", None))
-    for flag, codec in codecs:
-        if codec is not None and codec.sees_shape:
-            raise CompressionConfigError(
-                f"{flag} {codec.name} needs tokens and channels, not a module's flat parameters; use int8"
-            )
+    check_flat(getattr(gradients, "codec", None), weights)
     if isinstance(weights, Sdp4bitCodec):
         raise CompressionConfigError(
             f"--dp-compression WEIGHTS {weights.name}: SDP4Bit sends differences to the last weights, which "
