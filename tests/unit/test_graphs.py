@@ -14,8 +14,11 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.site import Run
+from megatron.compression.data_parallel.hooks import CompressedBucketGroup
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
+from megatron.compression.patches import loop
+from megatron.compression.startup import entrypoint
 from tests.unit.megatron_args import experts, parsed
 
 SENT = ("tp.forward", "compressed", "all_to_all")
@@ -258,3 +261,33 @@ def test_what_is_measured_is_said() -> None:
     ):
         args = parsed(*TP, *flags, **megatron)
         assert any(line in one for one in resolve(args).describe(args))
+
+
+def test_gradients_that_a_replay_adds_are_waited_for(monkeypatch) -> None:
+    """Those of graphs of layers, once an event, before a bucket is reduced compressed."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+    for parameter in parameters[:2]:
+        parameter._cudagraph_wgrad_ready_event = "replayed"
+    bucket = SimpleNamespace(params_list=parameters, params_with_extra_main_grads=[])
+    checks = SimpleNamespace(check_for_nan_in_grad=False, check_for_large_grads=False)
+    CompressedBucketGroup._prepare_gradients(SimpleNamespace(buckets=[bucket], ddp_config=checks))
+    assert waited == ["replayed"]
+
+
+def test_graphs_are_freed_before_process_groups(graph, monkeypatch) -> None:
+    """At the end of Megatron's ``pretrain``, and by an exit in its loop."""
+    from megatron.training import one_logger_utils
+
+    done = []
+    monkeypatch.setattr(one_logger_utils, "finish", lambda: None)
+    monkeypatch.setattr(graph, "reset", lambda self: done.append("reset"))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("destroy"))
+    captured = graph()
+    captured.capture_begin()
+    captured.capture_end()
+    loop.on_training_end(captures.release)
+    entrypoint.train_to_the_end(one_logger_utils.finish)
+    assert done == ["reset", "destroy"]

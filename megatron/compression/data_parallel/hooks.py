@@ -137,6 +137,10 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
 
     def _prepare_gradients(self) -> None:
         """What megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
+        parameters = (parameter for bucket in self.buckets for parameter in bucket.params_list)
+        for replay in dict.fromkeys(getattr(one, "_cudagraph_wgrad_ready_event", None) for one in parameters):
+            if replay is not None:  # of a layer's CUDA graph, which may still add to these gradients
+                torch.cuda.current_stream().wait_event(replay)
         for bucket in self.buckets:
             for parameter in bucket.params_with_extra_main_grads:
                 copy = getattr(parameter, "main_grad_copy_in_grad_buffer", None)
