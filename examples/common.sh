@@ -63,7 +63,9 @@ LLAMA_ARGS=(
 )
 EXPERT_ARGS=(--moe-token-dispatcher-type alltoall)
 [ "$USE_TE" != 1 ] || EXPERT_ARGS+=(--moe-grouped-gemm)
-SHARDED_ARGS=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
+SHARDED_ARGS=(--use-distributed-optimizer --overlap-grad-reduce)
+# Compressed weights cannot be gathered in a graph.
+[ "$GRAPHS" = 1 ] || SHARDED_ARGS+=(--overlap-param-gather)
 
 train_gpt() { # arguments of pretrain_gpt.py
     train pretrain_gpt.py --num-layers "$NUM_LAYERS" --hidden-size "$HIDDEN_SIZE" \

@@ -237,6 +237,8 @@ def _run(
     # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
     first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
     flags = [*flags, *GRAPHS[graphs]]
+    if graphs == "full_iteration" and "--overlap-param-gather" in flags:
+        flags.remove("--overlap-param-gather")  # compressed weights are gathered outside the graph
     words, auto = _words(options, first, flags), first.flags[: len(AUTO)] == AUTO
     before = checked_in(options, graphs) if auto else 0
     words += ["--train-iters", before + options.iterations * len(settings)]
