@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.compression import repetition
@@ -208,6 +209,26 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
     compression = Compression(config, **options)
     compression.attach_model(chunks)
     return compression
+
+
+def groups_by_dimension(experts: bool) -> dict[str, list[dist.ProcessGroup]]:
+    """This rank's process groups by dimension, for the audit.
+
+    Args:
+        experts: whether the model has experts, which have groups of their own.
+    """
+    groups = {
+        "expert parallel": [],
+        "tensor parallel": [parallel_state.get_tensor_model_parallel_group()],
+        "data parallel": [parallel_state.get_data_parallel_group(with_context_parallel=True)],
+        "pipeline parallel": [parallel_state.get_pipeline_model_parallel_group()],
+        "context parallel": [parallel_state.get_context_parallel_group()],
+    }
+    if experts:
+        groups["expert parallel"] += [parallel_state.get_expert_tensor_and_model_parallel_group()]
+        groups["tensor parallel"] += [parallel_state.get_expert_tensor_parallel_group()]
+        groups["data parallel"] += [parallel_state.get_expert_data_parallel_group()]
+    return groups
 
 
 def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:

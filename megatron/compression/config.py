@@ -108,7 +108,9 @@ class CompressionConfig:
         senders = layers if fused else "--taco, --cp-, --ep- or --dp-compression"
         evaluated = "--taco, --pp-compression or --ep-compression"
         transport, transported = f"--compression-transport {self.transport}", sites or (rows and not fused)
+        least = any(part.min_mb is not None for part in self.dimensions)
         for given, needed, flag, fix in (
+            (least, self.enabled or undecided, "--compression-min-mb", "--taco"),
             (self.loss_budget is not None, undecided, "--compression-loss-budget", "--compression auto"),
             (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
             (self.error_bound, sites, "--compression-error-bound", layers),

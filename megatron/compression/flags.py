@@ -165,10 +165,6 @@ def resolve(args: Namespace) -> CompressionConfig:
             "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
         )
     config = CompressionConfig(**configs, **own, auto=tuple(auto))
-    if args.compression_min_mb is not None and not (config.enabled or auto):
-        raise CompressionConfigError(
-            "--compression-min-mb given, but nothing uses it; add --taco, or drop it"
-        )
     config.check(args)
     return config
 

@@ -10,7 +10,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from functools import partial
 
-from megatron.core import parallel_state
 from megatron.training import get_tokenizer, print_rank_0
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron.training.training import num_floating_point_operations
@@ -21,7 +20,7 @@ from megatron.compression.auto.automatic import Automatic
 from megatron.compression.caat_net.config import check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.captures import captures
-from megatron.compression.compression import STATE, Compression
+from megatron.compression.compression import STATE, Compression, groups_by_dimension
 from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
 from megatron.compression.patches import gaps, loop, symbols
@@ -184,7 +183,7 @@ def _follow(
     args: Namespace, compression: Compression, reporter: Reporter, automatic: Automatic | None
 ) -> None:
     """Call the parts of a run where Megatron's loop comes by."""
-    audit = BackendAudit(compression.ledger, partial(_groups, args))
+    audit = BackendAudit(compression.ledger, lambda: groups_by_dimension(args.num_experts is not None))
     compression.on_attached(audit.start_with_first_forward)
 
     def on_training_log(iteration: int, losses: dict) -> None:
@@ -220,22 +219,6 @@ def _follow(
     loop.around_checkpoint_state(compression.add_state)
     loop.on_checkpoint_args(partial(check_checkpoint, args=args))
     loop.on_checkpoint_read(on_resume)
-
-
-def _groups(args: Namespace) -> dict:
-    """This rank's process groups by dimension, for the audit."""
-    groups = {
-        "expert parallel": [],
-        "tensor parallel": [parallel_state.get_tensor_model_parallel_group()],
-        "data parallel": [parallel_state.get_data_parallel_group(with_context_parallel=True)],
-        "pipeline parallel": [parallel_state.get_pipeline_model_parallel_group()],
-        "context parallel": [parallel_state.get_context_parallel_group()],
-    }
-    if args.num_experts is not None:
-        groups["expert parallel"] += [parallel_state.get_expert_tensor_and_model_parallel_group()]
-        groups["tensor parallel"] += [parallel_state.get_expert_tensor_parallel_group()]
-        groups["data parallel"] += [parallel_state.get_expert_data_parallel_group()]
-    return groups
 
 
 def current_iteration(args: Namespace) -> int:

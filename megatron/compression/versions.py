@@ -16,6 +16,8 @@ EXTRAS = {
     "plots": ["matplotlib"],
     "tokenizers": ["sentencepiece", "transformers"],
     "huggingface": ["safetensors", "transformers"],
+    # For GPUs: it brings Transformer Engine and packages that are compiled at installation.
+    "bridge": ["megatron-bridge>=0.6,<0.7"],
     # Its torch part is compiled at installation: scripts/setup.sh --with-transformer-engine.
     "transformer-engine": ["transformer_engine[core-cu13,pytorch]>=2.20,<3"],
 }

@@ -43,7 +43,9 @@ def use_shipped_helpers() -> None:
     except ImportError:
         return
     utils = importlib.import_module("megatron.core.datasets.utils")
-    put(utils, "compile_helpers", lambda: None, "the wheel ships helpers_cpp and no Makefile")
+    bridge = sys.modules.get("megatron.bridge.training.initialize")  # has imported it by name
+    for module in filter(None, (utils, bridge)):
+        put(module, "compile_helpers", lambda: None, "the wheel ships helpers_cpp and no Makefile")
 
 
 def predict_with_own_layers() -> None:

@@ -220,15 +220,20 @@ def peak_memory() -> dict[str, int]:
     return {"allocated": torch.cuda.max_memory_allocated(), "device_used": total - free}
 
 
+def track(tensorboard: Any, wandb: Any, scalars: dict[str, float], iteration: int) -> None:
+    """Write scalars to a SummaryWriter and to Weights & Biases, each if it is there."""
+    if tensorboard is not None:
+        for tag, value in scalars.items():
+            tensorboard.add_scalar(tag, value, iteration)
+    if wandb is not None:
+        wandb.log(scalars, iteration)
+
+
 def megatron_track(scalars: dict[str, float], iteration: int) -> None:
     """Write scalars to Megatron's trackers, on the rank that has them."""
     from megatron.training import global_vars
 
-    if (tensorboard := global_vars.get_tensorboard_writer()) is not None:
-        for tag, value in scalars.items():
-            tensorboard.add_scalar(tag, value, iteration)
-    if (wandb := global_vars.get_wandb_writer()) is not None:
-        wandb.log(scalars, iteration)
+    track(global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer(), scalars, iteration)
 
 
 def megatron_seconds() -> float:

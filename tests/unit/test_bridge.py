@@ -1,0 +1,95 @@
+"""Megatron-Bridge's container read as Megatron's arguments, and what is refused there, by its names."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.compression import bridge
+from megatron.compression.errors import CompressionConfigError
+
+
+def container(model_config: bool = False, **changes) -> SimpleNamespace:
+    """Fields of Megatron-Bridge's ``ConfigContainer``, by part, at the values of a small run."""
+    parts = dict(
+        model=dict(
+            **dict(transformer_impl="transformer_engine", num_layers=4, hidden_size=256, seq_length=64),
+            **dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=1),
+            **dict(expert_model_parallel_size=1, expert_tensor_parallel_size=None, num_moe_experts=None),
+            **dict(sequence_parallel=True, cuda_graph_impl="none", bf16=True, fp16=False),
+            **dict(moe_token_dispatcher_type="alltoall", moe_latent_size=None, multi_latent_attention=False),
+            **dict(tp_comm_overlap=False, moe_flex_dispatcher_backend="deepep"),
+        ),
+        ddp=dict(
+            **dict(use_distributed_optimizer=True, num_distributed_optimizer_instances=1),
+            **dict(reduce_scatter_with_fp32_accumulation=False, use_megatron_fsdp=False),
+        ),
+        optimizer=dict(use_distributed_optimizer=True, optimizer="adam"),
+        train=dict(train_iters=10, micro_batch_size=2, global_batch_size=4),
+        validation=dict(skip_train=False),
+        checkpoint=dict(save=None, load=None, ckpt_format="torch_dist"),
+        rerun_state_machine=dict(rerun_mode="disabled"),
+        dist=dict(use_decentralized_pg=False, use_torch_fsdp2=False, use_megatron_fsdp=False),
+        rng=dict(te_rng_tracker=False),
+    )
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        parts[part][field] = value
+    cfg = SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
+    cfg.data_parallel_size, hooks = 1, ([], [])
+    if model_config:
+        cfg.model = SimpleNamespace(transformer=cfg.model, pre_wrap_hooks=hooks[0], post_wrap_hooks=hooks[1])
+    else:
+        cfg.model.register_pre_wrap_hook, cfg.model.register_post_wrap_hook = (one.append for one in hooks)
+    cfg.hooks = hooks
+    return cfg
+
+
+@pytest.mark.parametrize("model_config", [False, True], ids=["provider", "ModelConfig"])
+def test_hooks_are_registered_and_settings_read(model_config: bool) -> None:
+    cfg = container(model_config)
+    callback = bridge.attach(cfg, tp=("int8", "int6"), dp="sdp4bit", min_mb=0, start_iteration=2)
+    assert [len(hooks) for hooks in cfg.hooks] == [1, 1]
+    config, _ = bridge.check(cfg, callback.config)
+    assert (config.tensor_parallel.compression, config.tensor_parallel.backward) == ("int8", "int6")
+    assert config.data_parallel.weights.startswith("sdp4bit"), "the distributed optimizer has masters"
+    assert config.start_iteration == 2 and config.data_parallel.min_bytes == 0
+
+
+def test_a_field_of_several_parts_is_set_where_one_sets_it() -> None:
+    settings, names = bridge.megatron_settings(
+        container(dist__use_megatron_fsdp=True, model__num_moe_experts=8)
+    )
+    assert settings.use_megatron_fsdp and settings.num_experts == 8
+    assert settings.expert_tensor_parallel_size == 2, "as Megatron's arguments"
+    assert names["--num-experts"] == "cfg.model.num_moe_experts"
+    assert names["--use-megatron-fsdp"] == "cfg.dist.use_megatron_fsdp"
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "says"),
+    [
+        (dict(tp="int9"), {}, r"^tp: .*int9"),
+        (dict(tp=("int8", "int9")), {}, r"^tp\[1\]"),
+        (dict(min_mb=1.0), {}, "^min_mb given, but nothing uses it; add tp"),
+        (dict(dp="tagc"), {}, "^dp tagc: its memory of gradients would be lost on a resume"),
+        (dict(ep="int8"), {}, "^ep given, but the model has no experts; add cfg.model.num_moe_experts"),
+        (dict(dp="int8"), dict(ddp__use_megatron_fsdp=True), "^cfg.ddp.use_megatron_fsdp communicates"),
+        (
+            dict(dp=("none", "int8")),
+            dict(ddp__use_distributed_optimizer=False, optimizer__use_distributed_optimizer=False),
+            r"^dp\[1\] .* cfg.ddp.use_distributed_optimizer",
+        ),
+        (dict(tp="int8"), dict(dist__use_decentralized_pg=True), "^cfg.dist.use_decentralized_pg"),
+        (dict(tp="int8", start_iteration=10), {}, "^start_iteration 10 is not before the last"),
+    ],
+)
+def test_what_is_refused_names_fields_and_arguments(given: dict, changes: dict, says: str) -> None:
+    cfg = container(**changes)
+    with pytest.raises(CompressionConfigError, match=says):
+        bridge.check(cfg, bridge.attach(cfg, **given).config)
+
+
+def test_another_container_is_refused_when_training_starts() -> None:
+    callback = bridge.attach(container(), tp="int8")
+    with pytest.raises(CompressionConfigError, match="give both the same object"):
+        callback.on_train_start(SimpleNamespace(state=None))
