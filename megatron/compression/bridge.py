@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.compression import repetition
+from megatron.compression import graphs, repetition
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import STATE, Compression, groups_by_dimension
 from megatron.compression.config import CompressionConfig, train_iterations
@@ -38,8 +38,8 @@ Spec = str | tuple[str, str]
 """A codec or recipe, or two: of activations and of gradients; ``dp``: of gradients and of weights."""
 
 _NO = "none"
-_PARTS = ("model", "ddp", "optimizer", "train", "validation", "checkpoint", "dist", "rng")
-_PARTS += ("rerun_state_machine",)
+_PARTS = ["model", "ddp", "optimizer", "train", "validation", "checkpoint", "logger", "dist", "rng"]
+_PARTS += ["rerun_state_machine"]
 _FP32_SUM = "reduce_scatter_with_fp32_accumulation"
 _RENAMED = {"num_experts": "num_moe_experts", f"ddp_{_FP32_SUM}": _FP32_SUM}
 """Megatron's argument -> the field of Megatron-Bridge's container."""
@@ -170,6 +170,7 @@ class BridgeCompression:
         )
         if config.report or config.error_bound is not None:
             compression.run.policy.meter.interval = interval
+        graphs.follow(settings, compression.run, say)
         kept = {k: v for k, v in vars(settings).items() if isinstance(v, bool | int | float | str | None)}
         self._reporter = Reporter(
             compression.ledger,

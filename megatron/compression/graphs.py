@@ -14,6 +14,7 @@ from megatron.core import full_cuda_graph
 
 from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.patches import loop
 
 FULL = "--cuda-graph-impl full_iteration"
 
@@ -107,6 +108,18 @@ def lines(args: Namespace, config: Any) -> list[str]:
     if config.report:
         return ["what a CUDA graph sends is measured in its first iteration alone, which runs without it"]
     return []
+
+
+def follow(args: Namespace, run: Run, say: Callable[[str], None]) -> None:
+    """Have a run's graphs follow what is decided and measured.
+
+    Args:
+        say: prints a line; called on every rank.
+    """
+    if args.cuda_graph_impl != "none":
+        run.policy.meter.also_first = True
+    if whole_iterations(args):
+        loop.around_whole_iterations(WholeIterations(run, say))
 
 
 class WholeIterations:

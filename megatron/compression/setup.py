@@ -129,10 +129,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
     )
     if config.report or config.error_bound is not None:
         compression.run.policy.meter.interval = args.log_interval
-    if args.cuda_graph_impl != "none":
-        compression.run.policy.meter.also_first = True
-    if graphs.whole_iterations(args):
-        loop.around_whole_iterations(graphs.WholeIterations(compression.run, _log))
+    graphs.follow(args, compression.run, _log)
     settings = {"compression": config.asdict(), "megatron": _megatron_settings(args)}
     automatic = None
     if config.auto:

@@ -30,6 +30,7 @@ def container(model_config: bool = False, **changes) -> SimpleNamespace:
         rerun_state_machine=dict(rerun_mode="disabled"),
         dist=dict(use_decentralized_pg=False, use_torch_fsdp2=False, use_megatron_fsdp=False),
         rng=dict(te_rng_tracker=False),
+        logger=dict(log_interval=1),
     )
     for name, value in changes.items():
         part, _, field = name.partition("__")
