@@ -119,7 +119,7 @@ def follow(args: Namespace, run: Run, say: Callable[[str], None]) -> None:
     if args.cuda_graph_impl != "none":
         run.policy.meter.also_first = True
     if whole_iterations(args):
-        loop.around_whole_iterations(WholeIterations(run, say))
+        loop.around_whole_iterations(WholeIterations(run, say).one_pass)
 
 
 class WholeIterations:
@@ -133,7 +133,7 @@ class WholeIterations:
         self._run, self._say = run, say
         self._known: dict[str, Hashable] = {}
 
-    def __call__(self, run_pass: Callable[..., Any], wrapper: Any, **arguments: Any) -> Any:
+    def one_pass(self, run_pass: Callable[..., Any], wrapper: Any, **arguments: Any) -> Any:
         """One pass, or one replay, by megatron-core's wrapper; the same on all ranks."""
         stage = "validation" if arguments["forward_only"] else "training"
         policy, passes = self._run.policy, wrapper.curr_iteration

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import full_cuda_graph
 from megatron.core.transformer.enums import CudaGraphModule
 
 from megatron.compression import graphs
@@ -101,18 +102,17 @@ class Wrapper:
     def reset_cuda_graph(self, stage: str) -> None:
         self.cuda_graph[stage], self.curr_iteration[stage] = None, 0
 
-
-def _pass(wrapper: Wrapper, forward_only: bool) -> str:
-    stage = "validation" if forward_only else "training"
-    done = "eager"
-    if wrapper.curr_iteration[stage] == wrapper.cuda_graph_warmup_steps:
-        assert wrapper.cuda_graph[stage] is None
-        wrapper.cuda_graph[stage] = "graph"
-        done = "capture"
-    elif wrapper.cuda_graph[stage]:
-        done = "replay"
-    wrapper.curr_iteration[stage] += 1
-    return done
+    def __call__(self, forward_only: bool) -> str:
+        stage = "validation" if forward_only else "training"
+        done = "eager"
+        if self.curr_iteration[stage] == self.cuda_graph_warmup_steps:
+            assert self.cuda_graph[stage] is None
+            self.cuda_graph[stage] = "graph"
+            done = "capture"
+        elif self.cuda_graph[stage]:
+            done = "replay"
+        self.curr_iteration[stage] += 1
+        return done
 
 
 def _training(warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=None, **rule) -> list[str]:
@@ -122,12 +122,15 @@ def _training(warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=Non
     meter = ErrorMeter(bound, interval=4)
     rules = {"tp.forward": Rule(parse_codec("int6"), **rule)}
     policy = Policy(rules, ledger, lambda: now.iteration, meter=meter)
-    passes, wrapper = graphs.WholeIterations(Run(policy, ledger), lambda line: None), Wrapper(warm_up)
+    wrapper = type("Patched", (Wrapper,), {"__call__": Wrapper.__call__})  # each test patches its own
+    monkeypatch.setattr(full_cuda_graph, "FullCudaGraphWrapper", wrapper)
+    loop.around_whole_iterations(graphs.WholeIterations(Run(policy, ledger), lambda line: None).one_pass)
+    passes = wrapper(warm_up)
     done = []
     for now.iteration in range(iterations):
-        did = passes(_pass, wrapper, forward_only=False)[0]
+        did = passes(forward_only=False)[0]
         if now.iteration in evaluate:
-            did += passes(_pass, wrapper, forward_only=True)[0].upper()
+            did += passes(forward_only=True)[0].upper()
         if bound is not None and now.iteration == 7:
             meter.tripped["fc1", "tp.forward"] = 0.5
         done.append(did)
