@@ -291,3 +291,13 @@ def test_megatron() -> None:
         assert "that the ledger does not know" not in run.output
     assert "weights lossless, gradients uncompressed" in compressed.output
     assert "data-parallel ratio: 1.2" in compressed.output
+
+
+def test_example(tmp_path: Path) -> None:
+    """examples/fsdp2.py saves compressed, and resumes uncompressed from there."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += ["examples/fsdp2.py", "--steps", "2", "--checkpoint", str(tmp_path)]
+    for more in ((), ("--gather", "none", "--reduce", "none")):
+        run = subprocess.run([*words, *more], cwd=REPO, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("ratio 1.00") == 2 and "step 4" in run.stdout

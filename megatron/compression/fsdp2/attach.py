@@ -19,11 +19,14 @@ from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.transport import Transports, over_tcp
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
 from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
+from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import check_fsdp2
 from megatron.compression.dimension import print_on_first_rank, renaming
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.weights import WeightGather
+
+Say = Callable[[str], None]
 
 
 def attach(
@@ -32,7 +35,7 @@ def attach(
     reduce: str = "int8",
     *,
     start_iteration: int = 0,
-    say: Callable[[str], None] = print_on_first_rank,
+    say: Say = print_on_first_rank,
 ) -> "Fsdp2Compression":
     """Compress what the modules of ``model`` under ``fully_shard`` send. Collective over the job.
 
@@ -74,11 +77,7 @@ class Fsdp2Compression:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        run: Run,
-        topology_of: Callable[[dist.ProcessGroup], Topology],
-        say: Callable[[str], None] = print_on_first_rank,
+        self, model: torch.nn.Module, run: Run, topology_of: Callable[..., Topology], say: Say
     ) -> None:
         self.run, self._say = run, say
         self.iteration = 0
@@ -124,10 +123,7 @@ class Fsdp2Compression:
         say(f"compression: FSDP2: {len(groups)} modules: weights {what[0]}, gradients {what[1]}")
         for one, topology in self.topologies.items():
             if dist.get_backend(one) == "nccl" and topology.nodes == 1 and not over_tcp(one):
-                say(
-                    "compression: FSDP2: these ranks share a host, whose links seldom limit FSDP2: leave "
-                    "compression off unless you measure a gain"
-                )
+                say("compression: FSDP2: these ranks share a host: leave it off unless you measure a gain")
 
     def weights_changed(self) -> None:
         """Look again, at the next forward, whether lossless payloads fit. Collective. Not needed after
@@ -136,25 +132,20 @@ class Fsdp2Compression:
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
         parameters = [one for gather in self.gathers for one in gather.group.fsdp_params]
-        versions = [
-            (id(one.sharded_param), one.sharded_param._version, one._sharded_local_tensor._version)
-            for one in parameters
-        ]
+        pairs = [(one.sharded_param, one._sharded_local_tensor) for one in parameters]
+        versions = [(id(own), own._version, local._version) for own, local in pairs]
         self._changed |= versions != self._versions
         self.iteration += self._stepped
         self._versions, self._stepped = versions, False
-        if self.audit is None or not module.training:
-            return
-        if self.iteration == 0:
-            self.audit.start()
-            return
-        for line in self.audit.finish():
-            self._say(f"compression: {line}")
-        self.audit = None
+        if self.audit is not None and module.training:
+            if self.iteration == 0:
+                self.audit.start()
+            for line in self.audit.finish() if self.iteration else ():
+                self._say(f"compression: {line}")
 
     def _refresh(self, gather: WeightGather) -> None:
         """Ask the ranks whether lossless payloads fit, where weights have changed or it is not known of
-        ``gather``. The host waits for the device, once an optimizer's step."""
+        ``gather``. The host waits for the device, once a step."""
         if not self._changed and gather.fits is not None:
             return
         self._changed = False
@@ -170,47 +161,41 @@ class Fsdp2Compression:
                 if misfit:
                     raise RuntimeError(
                         f"the weights of the module of {one.name} changed unnoticed and did not fit their "
-                        "lossless payload, so the last passes took zeros for them: call weights_changed() "
-                        "after such a change, and repeat them"
+                        "payload, so that the last passes took zeros: call weights_changed() after a change"
                     )
 
     def summary(self) -> str:
-        """One line: what this rank has sent and would have sent uncompressed, and the bytes that compression
-        needs on the device."""
-        line, sent, plain, totals = "sent", 0, 0, self.run.ledger.totals()
+        """One line: what this rank has sent, would have sent uncompressed, and keeps on the device."""
+        totals, line, sent, plain = self.run.ledger.totals(), "sent", 0, 0
         for traffic in ("dp.weight", "dp.gradient"):
-            own, instead = map(sum, zip(*totals[traffic].values(), strict=True))
+            own, instead = (sum(pair) for pair in zip(*totals[traffic].values(), strict=True))
             line += f" {traffic} {own / 1e6:.3f} of {instead / 1e6:.3f} MB,"
             sent, plain = sent + own, plain + instead
-        buffers = max(one.buffer_bytes for one in self.gathers)
-        buffers += max(one.rows.buffer_bytes() for one in self.reduces)
+        payloads = max(one.buffer_bytes for one in self.gathers)
+        payloads += max(one.rows.buffer_bytes() for one in self.reduces)
         memory = sum(values.nbytes for values in self.state_dict().values())
-        line += f" ratio {plain / sent if sent else 1:.2f}; payloads {buffers / 1e6:.3f} MB, memory of "
-        line += f"gradients {memory / 1e6:.3f} MB on the device"
+        line += f" ratio {plain / sent if sent else 1:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
+        line += f" and gradients' memory of {memory / 1e6:.3f} MB"
         misfits = sum(one.fits is False for one in self.gathers)
         return line + (f"; {misfits} modules do not fit, and are gathered uncompressed" if misfits else "")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a compressor of gradients remembers, by names of this rank; empty for codecs. With
         ``load_state_dict`` it is what torch.distributed.checkpoint takes, for the same number of ranks."""
-        return {
-            f"{key}.{name}": values
-            for key, sums in self._remembering()
-            for name, values in sums.built(sums.numel)[0].state().items()
-        }
+        syncs = self._remembering().items()
+        return {f"{key}.{name}": values for key, sync in syncs for name, values in sync.state().items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restore what ``state_dict`` gave."""
-        for key, sums in self._remembering():
-            sync = sums.built(sums.numel)[0]
+        for key, sync in self._remembering().items():
             sync.load_state({name: state[f"{key}.{name}"] for name in sync.state()})
 
-    def _remembering(self) -> list[tuple[str, GradientSums]]:
-        compressor = self.run.policy.rule("dp.gradient").codec
-        if compressor is None or not compressor.has_memory:
-            return []
+    def _remembering(self) -> dict[str, GradientSync]:
+        if not getattr(self.run.policy.rule("dp.gradient").codec, "has_memory", False):
+            return {}
         every = [sums for one in self.reduces for sums in (one.rows, one.replicas) if sums and sums.numel]
-        return [(f"rank{dist.get_rank()}.{number}", sums) for number, sums in enumerate(every)]
+        prefix = f"rank{dist.get_rank()}"
+        return {f"{prefix}.{number}": sums.built(sums.numel)[0] for number, sums in enumerate(every)}
 
 
 def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[str]]]:
@@ -230,28 +215,20 @@ def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[
 
 def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None) -> None:
     """Raises: CompressionConfigError: FSDP's settings of a parameter group are not covered."""
-    own, hook = group.fsdp_params, group._all_reduce_hook is not None
+    own = group.fsdp_params
     dtypes = {group.mp_policy.param_dtype or one.sharded_param.dtype for one in own}
-    extended = any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own)
-    lossless = weights is not None and weights.lossless
+    several = len(dtypes) > 1 or any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own)
+    fp16 = weights is not None and weights.lossless and torch.float16 in dtypes
+    hooked = isinstance(group.mesh_info, HSDPMeshInfo) and group._all_reduce_hook is not None
     for found, reason in (
         (
             isinstance(group.offload_policy, CPUOffloadPolicy),
             "is offloaded to the CPU; drop CPUOffloadPolicy",
         ),
         (not isinstance(group.mesh_info, FSDPMeshInfo), "is under replicate(); use fully_shard()"),
-        (
-            isinstance(group.mesh_info, HSDPMeshInfo) and hook,
-            "has an all-reduce hook, which HSDP needs here; drop set_all_reduce_hook()",
-        ),
-        (
-            weights is not None and (extended or len(dtypes) > 1),
-            "gathers several types, or fp8; give gather='none'",
-        ),
-        (
-            lossless and torch.float16 in dtypes,
-            "gathers fp16, whose exponents lossless cannot shorten; use bf16, or gather='int8'",
-        ),
+        (hooked, "has the hook that HSDP needs here; drop set_all_reduce_hook()"),
+        (weights is not None and several, "gathers several types, or fp8; give gather='none'"),
+        (fp16, "gathers fp16, whose exponents lossless cannot shorten; use bf16, or gather='int8'"),
     ):
         if found:
             raise CompressionConfigError(f"attach(): the module of {name} {reason}")

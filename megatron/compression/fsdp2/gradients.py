@@ -8,10 +8,13 @@ is set to the dimension of the shards alone, and the hook sums over the replicas
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -20,7 +23,6 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync, ParameterSpan
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.fsdp2.weights import OwnMemory
 
 TRAFFIC = "dp.gradient"
 
@@ -68,28 +70,28 @@ class GradientSums:
                     f"{', '.join(self.names)}; it needs all in each pass, so choose a codec such as int8"
                 )
             nothing = torch.empty(1, device=self.group.device).expand(numel)
-            bucket = GradientBucket(nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger)
+            about = self.spans, 1.0, self.sharded, self.topology, self.run.ledger
+            bucket = GradientBucket(nothing, *about)
             self._built[numel] = compressor.build(bucket), bucket
         return self._built[numel]
 
-    def sum(self, gradients: torch.Tensor, scale: float) -> torch.Tensor:
+    def sum(self, gradients: Tensor, scale: float) -> Tensor:
         """``scale`` times the sum, in place: this rank's row of ``gradients``, or all of them."""
         sync, bucket = self.built(gradients.numel())
         nothing, bucket.gradients, bucket.scale = bucket.gradients, gradients, scale
-        try:
-            sync.start().wait()
-            return bucket.shard if self.sharded else gradients
-        finally:
-            bucket.gradients = nothing  # FSDP frees them
+        sync.start().wait()
+        total = bucket.shard if self.sharded else gradients
+        bucket.gradients = nothing  # FSDP frees them
+        return total
 
     def buffer_bytes(self) -> int:
-        """Of the payloads of one reduction, sent and received; 0 where they are not a codec's."""
+        """Of one reduction's payloads, sent and received; 0 where they are not a codec's."""
         codec, ranks = getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None), self.topology.world_size
         return 2 * ranks * codec.payload_bytes((-(-self.numel // ranks),)) if codec and self.numel else 0
 
 
 @dataclass(eq=False)
-class GradientReduce(OwnMemory, ReduceScatter):
+class GradientReduce(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatters of one parameter group, and under HSDP the all-reduces of its replicas."""
 
     group: FSDPParamGroup
@@ -97,7 +99,7 @@ class GradientReduce(OwnMemory, ReduceScatter):
     """Over the shards' ranks."""
     replicas: GradientSums | None
     run: Run
-    _partial: torch.Tensor | None = None
+    _partial: Tensor | None = None
 
     def __post_init__(self) -> None:
         own = self.group.mesh_info
@@ -108,12 +110,7 @@ class GradientReduce(OwnMemory, ReduceScatter):
             self.group.modules[0].set_all_reduce_hook(self._all_reduce)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op=False
     ) -> dist.Work | None:
         """Sum ``[W * n]`` over the ranks into this rank's ``[n]``, on the current stream."""
         if not self._compresses(self.rows, "reduce_scatter", input_tensor):
@@ -127,7 +124,7 @@ class GradientReduce(OwnMemory, ReduceScatter):
         output_tensor.copy_(self.rows.sum(input_tensor, scale))
         return None
 
-    def _all_reduce(self, row: torch.Tensor) -> None:
+    def _all_reduce(self, row: Tensor) -> None:
         """Average this rank's row over the replicas, in place, as FSDP does under HSDP."""
         assert self.replicas is not None
         if row.is_cuda:
@@ -145,7 +142,7 @@ class GradientReduce(OwnMemory, ReduceScatter):
             op = dist.ReduceOp.SUM if given else dist.ReduceOp.AVG
             dist.all_reduce(row, op, self.replicas.topology.group)
 
-    def _compresses(self, sums: GradientSums, operation: str, gradients: torch.Tensor) -> bool:
+    def _compresses(self, sums: GradientSums, operation: str, gradients: Tensor) -> bool:
         """Whether a reduction is compressed; one that is not is counted."""
         codec, why = self.run.policy.decide(TRAFFIC, gradients.nbytes)
         if codec is None:
