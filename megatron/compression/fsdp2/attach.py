@@ -10,17 +10,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs import Codec
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.policy import Policy, Rule
+from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.transport import Transports, over_tcp
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
-from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
 from megatron.compression.data_parallel.compressor import GradientSync
-from megatron.compression.data_parallel.config import check_fsdp2
+from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.dimension import print_on_first_rank, renaming
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
@@ -48,22 +47,22 @@ def attach(
 
     Raises: CompressionConfigError: a codec, or a setting of FSDP's, that is not covered.
     """
-    with renaming({"--dp-compression WEIGHTS": "gather", "--dp-compression": "reduce"}):
-        weights = None if gather == "none" else parse_codec(gather)
-        gradients = None if reduce == "none" else parse_gradient_compressor(reduce)
-        check_fsdp2(weights, gradients)
-    codecs = {"dp.weight": weights, "dp.gradient": gradients}
-    rules = {one: Rule(codecs[one], start_iteration=start_iteration, activations=False) for one in codecs}
+    flags = {"--dp-compression WEIGHTS": "gather", "--dp-compression": "reduce"}
+    with renaming(
+        {**flags, "DataParallelConfig.weights": "gather", "DataParallelConfig.compression": "reduce"}
+    ):
+        config = DataParallelConfig(compression=reduce, weights=gather)
+        config.check_fsdp2()
     ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)
-    run, node_size = Run(Policy(rules, ledger), ledger, transports), from_environment(NODE_SIZE)
+    policy, node_size = Policy(config.rules(start_iteration), ledger), from_environment(NODE_SIZE)
 
     def topology_of(group: dist.ProcessGroup) -> Topology:
         topology = find_topology(group, node_size, transports)
         say(f"compression: FSDP2: a group is {topology.describe()}")
         return topology
 
-    compression = Fsdp2Compression(model, run, topology_of, say)
-    run.policy.iteration = lambda: compression.iteration
+    compression = Fsdp2Compression(model, Run(policy, ledger, transports), topology_of, say)
+    policy.iteration = lambda: compression.iteration
     compression.audit = BackendAudit(ledger, lambda: {"data parallel": [*compression.topologies]})
     return compression
 
@@ -93,19 +92,17 @@ class Fsdp2Compression:
         weights, gradients = (run.policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
         groups = parameter_groups(model)
         for group, names in groups:
-            _check_group(names[0], group, weights)
+            _check_group(names[0], group, weights, gradients is not None and gradients.has_memory)
         for group, names in groups:
+            hsdp = isinstance(group.mesh_info, HSDPMeshInfo)
             ranks = [group.mesh_info.shard_process_group]
-            if isinstance(group.mesh_info, HSDPMeshInfo):
-                ranks.append(group.mesh_info.replicate_process_group)
+            ranks += [group.mesh_info.replicate_process_group] if hsdp else []
             for one in ranks:
                 if one not in self.topologies:
                     self.topologies[one] = topology_of(one)
-            rows, *replicas = (
-                GradientSums(names, group, self.topologies[one], run, one is ranks[0]) for one in ranks
-            )
-            self.gathers.append(WeightGather(names[0], group, rows.topology, run, self._refresh))
-            self.reduces.append(GradientReduce(group, rows, replicas[0] if replicas else None, run))
+            sums = [GradientSums(names, group, self.topologies[one], run, one is ranks[0]) for one in ranks]
+            self.gathers.append(WeightGather(names[0], group, sums[0].topology, run, self._refresh))
+            self.reduces.append(GradientReduce(group, sums, run))
             group.modules[0].set_custom_all_gather(self.gathers[-1])
             group.modules[0].set_custom_reduce_scatter(self.reduces[-1])
         model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -148,13 +145,12 @@ class Fsdp2Compression:
         ``gather``. The host waits for the device, once a step."""
         if not self._changed and gather.fits is not None:
             return
-        self._changed = False
+        self._changed, codec = False, self.run.policy.rule("dp.weight").codec
         for topology in self.topologies.values():
-            codecs = {one: one.decide().codec for one in self.gathers if one.topology is topology}
-            asked = {one: codec for one, codec in codecs.items() if codec is not None and codec.lossless}
+            asked = [one for one in self.gathers if one.topology is topology]
             if not asked:
                 continue
-            flags = [one.overflow(codec) for one, codec in asked.items()] + [one.misfit for one in asked]
+            flags = [one.overflow(codec) for one in asked] + [one.misfit for one in asked]
             found = topology.transport(self.run.ledger, "dp.weight").any_ranks(torch.stack(flags))
             for one, overflows, misfit in zip(asked, found, found[len(asked) :], strict=False):
                 one.fits = not overflows
@@ -172,7 +168,7 @@ class Fsdp2Compression:
             line += f" {traffic} {own / 1e6:.3f} of {instead / 1e6:.3f} MB,"
             sent, plain = sent + own, plain + instead
         payloads = max(one.buffer_bytes for one in self.gathers)
-        payloads += max(one.rows.buffer_bytes() for one in self.reduces)
+        payloads += max(one.sums[0].buffer_bytes() for one in self.reduces)
         memory = sum(values.nbytes for values in self.state_dict().values())
         line += f" ratio {plain / sent if sent else 1:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
         line += f" and gradients' memory of {memory / 1e6:.3f} MB"
@@ -193,7 +189,7 @@ class Fsdp2Compression:
     def _remembering(self) -> dict[str, GradientSync]:
         if not getattr(self.run.policy.rule("dp.gradient").codec, "has_memory", False):
             return {}
-        every = [sums for one in self.reduces for sums in (one.rows, one.replicas) if sums and sums.numel]
+        every = [sums for one in self.reduces for sums in one.sums if sums.numel]
         prefix = f"rank{dist.get_rank()}"
         return {f"{prefix}.{number}": sums.built(sums.numel)[0] for number, sums in enumerate(every)}
 
@@ -213,7 +209,7 @@ def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[
     return list(zip(groups, names, strict=True))
 
 
-def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None) -> None:
+def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None, remembers: bool) -> None:
     """Raises: CompressionConfigError: FSDP's settings of a parameter group are not covered."""
     own = group.fsdp_params
     dtypes = {group.mp_policy.param_dtype or one.sharded_param.dtype for one in own}
@@ -221,14 +217,16 @@ def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None) -> Non
     fp16 = weights is not None and weights.lossless and torch.float16 in dtypes
     hooked = isinstance(group.mesh_info, HSDPMeshInfo) and group._all_reduce_hook is not None
     for found, reason in (
-        (
-            isinstance(group.offload_policy, CPUOffloadPolicy),
-            "is offloaded to the CPU; drop CPUOffloadPolicy",
-        ),
+        (isinstance(group.offload_policy, CPUOffloadPolicy), "is offloaded to CPU; drop CPUOffloadPolicy"),
+        (isinstance(group._all_gather_comm, WeightGather), "is attached already; attach() once"),
         (not isinstance(group.mesh_info, FSDPMeshInfo), "is under replicate(); use fully_shard()"),
         (hooked, "has the hook that HSDP needs here; drop set_all_reduce_hook()"),
         (weights is not None and several, "gathers several types, or fp8; give gather='none'"),
         (fp16, "gathers fp16, whose exponents lossless cannot shorten; use bf16, or gather='int8'"),
+        (
+            remembers and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes),
+            "has fp16 gradients, whose scale may change between steps; use bf16, or a codec without a memory",
+        ),
     ):
         if found:
             raise CompressionConfigError(f"attach(): the module of {name} {reason}")

@@ -69,9 +69,11 @@ class GradientSums:
                     f"reduce={compressor.name}: a pass gave {numel} of the {self.numel} gradients of "
                     f"{', '.join(self.names)}; it needs all in each pass, so choose a codec such as int8"
                 )
-            nothing = torch.empty(1, device=self.group.device).expand(numel)
-            about = self.spans, 1.0, self.sharded, self.topology, self.run.ledger
-            bucket = GradientBucket(nothing, *about)
+            policy, device = self.group.mp_policy, self.group.device
+            dtype = policy.reduce_dtype or policy.param_dtype or self.group.fsdp_params[0].sharded_param.dtype
+            nothing = torch.empty(1, dtype=dtype, device=device).expand(numel)
+            where = self.topology, self.run.ledger
+            bucket = GradientBucket(nothing, self.spans, 1.0, self.sharded, *where)
             self._built[numel] = compressor.build(bucket), bucket
         return self._built[numel]
 
@@ -95,9 +97,8 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatters of one parameter group, and under HSDP the all-reduces of its replicas."""
 
     group: FSDPParamGroup
-    rows: GradientSums
-    """Over the shards' ranks."""
-    replicas: GradientSums | None
+    sums: list[GradientSums]
+    """Over the shards' ranks and, under HSDP, over the replicas."""
     run: Run
     _partial: Tensor | None = None
 
@@ -113,7 +114,7 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op=False
     ) -> dist.Work | None:
         """Sum ``[W * n]`` over the ranks into this rank's ``[n]``, on the current stream."""
-        if not self._compresses(self.rows, "reduce_scatter", input_tensor):
+        if not self._compresses(self.sums[0], "reduce_scatter", input_tensor):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise CompressionConfigError(
@@ -121,12 +122,11 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
                 "set_force_sum_reduction_for_comms(True) as well, or attach(reduce='none')"
             )
         scale = 1 / group.size() if op == dist.ReduceOp.AVG else 1.0
-        output_tensor.copy_(self.rows.sum(input_tensor, scale))
+        output_tensor.copy_(self.sums[0].sum(input_tensor, scale))
         return None
 
     def _all_reduce(self, row: Tensor) -> None:
         """Average this rank's row over the replicas, in place, as FSDP does under HSDP."""
-        assert self.replicas is not None
         if row.is_cuda:
             row.record_stream(torch.cuda.current_stream())  # FSDP keeps it for its own all-reduce alone
         if self._partial is not None:
@@ -136,11 +136,12 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
             row.zero_()
             return
         given = self.group.gradient_divide_factor is not None  # the whole divisor
-        if self._compresses(self.replicas, "all_reduce", row):
-            self.replicas.sum(row, 1.0 if given else 1 / self.replicas.topology.world_size)
+        replicas = self.sums[1]
+        if self._compresses(replicas, "all_reduce", row):
+            replicas.sum(row, 1.0 if given else 1 / replicas.topology.world_size)
         else:
             op = dist.ReduceOp.SUM if given else dist.ReduceOp.AVG
-            dist.all_reduce(row, op, self.replicas.topology.group)
+            dist.all_reduce(row, op, replicas.topology.group)
 
     def _compresses(self, sums: GradientSums, operation: str, gradients: Tensor) -> bool:
         """Whether a reduction is compressed; one that is not is counted."""

@@ -8,7 +8,6 @@ goes uncompressed on all ranks until the next change.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.policy import Decision
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.work import Work
@@ -48,33 +46,22 @@ class WeightGather(DefaultAllocMixin, AllGather):
         self.misfit = torch.zeros((), dtype=torch.uint8, device=self.group.device)
         """uint8 ``[]``: 1 where a payload was sent that did not fit, since weights had changed unnoticed."""
 
-    @cached_property
-    def numel(self) -> int:
-        """Of the shard."""
-        return sum(one.padded_sharded_param_size.numel() for one in self.group.fsdp_params)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That in which weights are gathered."""
-        return self.group.mp_policy.param_dtype or self.group.fsdp_params[0].sharded_param.dtype
-
-    def decide(self) -> Decision:
-        """How this iteration gathers, but for overflows."""
-        return self.run.policy.decide(TRAFFIC, self.numel * self.dtype.itemsize * self.topology.world_size)
-
     def overflow(self, codec: Codec) -> Tensor:
         """uint8 ``[]`` on the device: 1 where this rank's shard does not fit its payload."""
-        shard = torch.cat([one._sharded_param_data.to(self.dtype) for one in self.group.fsdp_params])
+        own = self.group.fsdp_params
+        dtype = self.group.mp_policy.param_dtype or own[0].sharded_param.dtype
+        shard = torch.cat([one._sharded_param_data.to(dtype) for one in own])
         return codec.overflow_flag(codec.encode(shard[None])).clone()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``[n]`` of every rank into ``[W * n]``, of which it is a part, on the current stream."""
-        ledger, nbytes, (codec, why) = self.run.ledger, output_tensor.nbytes, self.decide()
+        ledger, nbytes = self.run.ledger, output_tensor.nbytes
         if group is not self.topology.group:  # reshard_after_forward=N gathers from N ranks in the backward
             ledger.record_uncompressed(TRAFFIC, "exact", "all_gather", nbytes, group.size())
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        codec, why = self.run.policy.decide(TRAFFIC, nbytes)
         if codec is not None and codec.lossless:
             if self.group._training_state is not TrainingState.PRE_BACKWARD:  # else as in the forward
                 self.refresh(self)
@@ -85,7 +72,7 @@ class WeightGather(DefaultAllocMixin, AllGather):
         self.topology.record_plain(ledger, TRAFFIC, "all_gather", nbytes)
         payload = codec.encode(input_tensor[None])
         if codec.lossless:
-            self.misfit = self.misfit | codec.overflow_flag(payload)
+            self.misfit |= codec.overflow_flag(payload)
         gathered, pending = self.topology.transport(ledger, TRAFFIC).all_gather(payload)
         self.buffer_bytes = payload.nbytes + gathered.nbytes
         shape, rows = input_tensor.shape, output_tensor.view(self.topology.world_size, -1)
