@@ -81,6 +81,10 @@ def attach(
             f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge calls nobody "
             "when it loads a checkpoint; use a codec such as sdp4bit, or pretrain_gpt.py"
         )
+    model = getattr(cfg.model, "transformer", cfg.model)
+    having = [one for one in (model, cfg.comm_overlap) if getattr(one, "tp_comm_overlap", False)]
+    for line in {line for one in having for line in config.without_user_buffers(one)}:
+        print_on_first_rank(f"compression: {line}")
     gaps.use_shipped_helpers()
     gaps.make_torch_adam_resumable()
     return BridgeCompression(cfg, config)
@@ -139,6 +143,10 @@ def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Names
         if cfg.dist.use_decentralized_pg:
             raise CompressionConfigError(
                 "cfg.dist.use_decentralized_pg has groups that are not covered; drop it"
+            )
+        if config.tensor_parallel.enabled and settings.tp_comm_overlap:
+            raise CompressionConfigError(
+                "--tp-comm-overlap was set after bridge.attach; set it before, or drop it"
             )
         config = replace(config, data_parallel=config.data_parallel.resolved(settings))
         config.check(settings)

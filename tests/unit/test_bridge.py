@@ -36,7 +36,7 @@ def container(model_config: bool = False, **changes) -> SimpleNamespace:
         part, _, field = name.partition("__")
         parts[part][field] = value
     cfg = SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
-    cfg.data_parallel_size, hooks = 1, ([], [])
+    cfg.data_parallel_size, cfg.comm_overlap, hooks = 1, None, ([], [])
     if model_config:
         cfg.model = SimpleNamespace(transformer=cfg.model, pre_wrap_hooks=hooks[0], post_wrap_hooks=hooks[1])
     else:
@@ -88,6 +88,18 @@ def test_what_is_refused_names_fields_and_arguments(given: dict, changes: dict, 
     cfg = container(**changes)
     with pytest.raises(CompressionConfigError, match=says):
         bridge.check(cfg, bridge.attach(cfg, **given).config)
+
+
+def test_userbuffers_are_switched_off_before_they_are_made(capsys) -> None:
+    """In the model and in what ``pretrain`` sets the model's from; set later they are refused."""
+    cfg = container(model__tp_comm_overlap=True)
+    cfg.comm_overlap = SimpleNamespace(tp_comm_overlap=True)
+    config = bridge.attach(cfg, tp="int8").config
+    assert not cfg.model.tp_comm_overlap and not cfg.comm_overlap.tp_comm_overlap
+    assert capsys.readouterr().out.count("switched off") == 1
+    cfg.model.tp_comm_overlap = True
+    with pytest.raises(CompressionConfigError, match=r"^cfg.model.tp_comm_overlap was set after"):
+        bridge.check(cfg, config)
 
 
 def test_another_container_is_refused_when_training_starts() -> None:
