@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from megatron.core import full_cuda_graph
 
 from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError
@@ -156,8 +155,14 @@ class WholeIterations:
         return result
 
 
-def reset(wrapper: full_cuda_graph.FullCudaGraphWrapper, stage: str) -> None:
-    """Free the graph of a stage (training, validation); the next pass begins anew with its warm-up steps."""
+def reset(wrapper: Any, stage: str) -> None:
+    """Free the graph of a stage (training, validation); the next pass begins anew with its warm-up steps.
+
+    Args:
+        wrapper: megatron-core's ``FullCudaGraphWrapper``.
+    """
+    from megatron.core import full_cuda_graph  # settings are read without megatron-core, too
+
     if wrapper.cuda_graph[stage] is not None:
         torch.cuda.synchronize()  # the last replay
     wrapper.reset_cuda_graph(stage)

@@ -39,7 +39,7 @@ def known_flags() -> set[str]:
     for add in (add_megatron_arguments, add_arguments, add_qwen_arguments):
         add(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    for folder in ("scripts", "taco_kernels", "megatron/compression/auto", "tests/kernels"):
+    for folder in ("scripts", "examples", "taco_kernels", "megatron/compression/auto", "tests/kernels"):
         for source in (REPO / folder).rglob("*.py"):
             flags |= set(re.findall(r'"(--[a-z][a-z0-9-]+)', source.read_text()))
     return flags - {*REMOVED} | OTHERS

@@ -13,7 +13,7 @@ DIMENSIONS = tuple(
     f"{COMPRESSION}.{name}"
     for name in (
         *("tensor_parallel", "data_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"),
-        *("caat_net", "tagc", "torch_native", "transformer_engine"),
+        *("caat_net", "tagc", "torch_native", "transformer_engine", "fsdp2"),
     )
 )
 ABOVE = tuple(f"{COMPRESSION}.{name}" for name in ("setup", "compression", "startup", "flags", "auto"))

@@ -66,7 +66,11 @@ class DataParallelConfig(DimensionConfig):
             raise CompressionConfigError(
                 f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
             )
-        check_flat(getattr(self.compressor, "codec", None), self.outer_codec, self.weight_codec)
+        for codec in (getattr(self.compressor, "codec", None), self.outer_codec, self.weight_codec):
+            if codec is not None and codec.sees_shape:
+                raise CompressionConfigError(
+                    f"--dp-compression {codec.name} needs tokens and channels, not a bucket's; use sdp4bit"
+                )
 
     @property
     def specs(self) -> tuple[str | None, str | None]:
@@ -156,12 +160,33 @@ class DataParallelConfig(DimensionConfig):
                     f"--cuda-graph-impl {args.cuda_graph_impl} replays what the host decides under "
                     "--use-torch-fsdp2; drop it or --dp-compression"
                 )
-            check_fsdp2(self.weight_codec, self.compressor)
+            self.check_fsdp2()
         elif self.weight_codec is not None:
             _check_weights(args)
         check_memory(self.compressor, args)
         if self.compressor is not None and self.compressor.has_memory:
             _check_repeatable(self.compressor, args)
+
+    def check_fsdp2(self) -> None:
+        """Refuse what cannot encode what torch's FSDP2 sends.
+
+        Raises: CompressionConfigError: with the codec, the reason and the fix.
+        """
+        if self.hops[1] is not None:
+            raise CompressionConfigError(
+                f"--dp-compression outer={self.hops[1]} is for the distributed optimizer's instances, which "
+                "FSDP2 does not have; drop outer="
+            )
+        if isinstance(self.weight_codec, Sdp4bitCodec):
+            raise CompressionConfigError(
+                f"--dp-compression WEIGHTS {self.weight_codec.name}: SDP4Bit sends differences to the last "
+                "weights, which FSDP2 frees after each use; use lossless or int8"
+            )
+        if self.compressor is not None and self.compressor.lossless:
+            raise CompressionConfigError(
+                f"--dp-compression {self.compressor.name}: under FSDP2 the host would wait in each layer's "
+                "backward to see whether gradients fit; use int8, or none"
+            )
 
     def _check_captured(self, args: Namespace) -> None:
         """Refuse what the host decides in each iteration: a graph reduces gradients, and gathers the weights
@@ -222,33 +247,6 @@ def _check_weights(args: Namespace) -> None:
         "difference of the weights",
     }
     refuse_flags(args, reasons, "drop it or give none as the second value of --dp-compression")
-
-
-def check_flat(*codecs: Codec | None) -> None:
-    """Raises: CompressionConfigError: a codec that cannot encode values without a shape."""
-    for codec in codecs:
-        if codec is not None and codec.sees_shape:
-            raise CompressionConfigError(
-                f"--dp-compression {codec.name} needs tokens and channels, not a bucket's; use sdp4bit"
-            )
-
-
-def check_fsdp2(weights: Codec | None, gradients: GradientCompressor | None) -> None:
-    """Refuse what cannot encode what FSDP2 sends.
-
-    Raises: CompressionConfigError: with the codec, the reason and the fix.
-    """
-    check_flat(getattr(gradients, "codec", None), weights)
-    if isinstance(weights, Sdp4bitCodec):
-        raise CompressionConfigError(
-            f"--dp-compression WEIGHTS {weights.name}: SDP4Bit sends differences to the last weights, which "
-            "FSDP2 frees after each use; use lossless or int8"
-        )
-    if gradients is not None and gradients.lossless:
-        raise CompressionConfigError(
-            f"--dp-compression {gradients.name}: under FSDP2 the host would wait in each layer's backward to "
-            "see whether gradients fit; use int8, or none"
-        )
 
 
 def check_memory(compressor: GradientCompressor | None, settings: Any) -> None:

@@ -2,24 +2,25 @@
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.codecs import Codec
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.policy import Policy, Rule
+from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.transport import Transports, over_tcp
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
-from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
-from megatron.compression.data_parallel.config import check_fsdp2
+from megatron.compression.data_parallel.compressor import GradientSync
+from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.dimension import print_on_first_rank, renaming
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
@@ -45,23 +46,23 @@ def attach(
 
     Raises: CompressionConfigError: a codec, or a setting of FSDP's, that is not covered.
     """
-    with renaming({"--dp-compression WEIGHTS": "gather", "--dp-compression": "reduce"}):
-        weights = None if gather == "none" else parse_codec(gather)
-        gradients = None if reduce == "none" else parse_gradient_compressor(reduce)
-        check_fsdp2(weights, gradients)
-    codecs = {"dp.weight": weights, "dp.gradient": gradients}
-    rules = {one: Rule(codecs[one], start_iteration=start_iteration, activations=False) for one in codecs}
+    names = {"--dp-compression WEIGHTS": "gather", "DataParallelConfig.weights": "gather"}
+    names |= {"--dp-compression": "reduce", "DataParallelConfig.compression": "reduce"}
+    with renaming(names):
+        config = DataParallelConfig(compression=reduce, weights=gather)
+        config.check_fsdp2()
     ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)
-    run, node_size = Run(Policy(rules, ledger), ledger, transports), from_environment(NODE_SIZE)
+    policy, node_size = Policy(config.rules(start_iteration), ledger), from_environment(NODE_SIZE)
 
     def topology_of(group: dist.ProcessGroup) -> Topology:
         topology = find_topology(group, node_size, transports)
         say(f"compression: FSDP2: a group is {topology.describe()}")
         return topology
 
-    compression = Fsdp2Compression(model, run, topology_of, say)
-    run.policy.iteration = lambda: compression.iteration
+    compression = Fsdp2Compression(model, Run(policy, ledger, transports), topology_of, say)
+    policy.iteration = lambda: compression.iteration
     compression.audit = BackendAudit(ledger, lambda: {"data parallel": [*compression.topologies]})
+    compression.audit.start_with_first_forward([model])
     return compression
 
 
@@ -74,11 +75,7 @@ class Fsdp2Compression:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        run: Run,
-        topology_of: Callable[[dist.ProcessGroup], Topology],
-        say: Callable[[str], None] = print_on_first_rank,
+        self, model: torch.nn.Module, run: Run, topology_of: Callable[..., Topology], say: Any
     ) -> None:
         self.run, self._say = run, say
         self.iteration = 0
@@ -94,19 +91,17 @@ class Fsdp2Compression:
         weights, gradients = (run.policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
         groups = parameter_groups(model)
         for group, names in groups:
-            _check_group(names[0], group, weights)
+            _check_group(names[0], group, weights, gradients is not None and gradients.has_memory)
         for group, names in groups:
+            hsdp = isinstance(group.mesh_info, HSDPMeshInfo)
             ranks = [group.mesh_info.shard_process_group]
-            if isinstance(group.mesh_info, HSDPMeshInfo):
-                ranks.append(group.mesh_info.replicate_process_group)
+            ranks += [group.mesh_info.replicate_process_group] if hsdp else []
             for one in ranks:
                 if one not in self.topologies:
                     self.topologies[one] = topology_of(one)
-            rows, *replicas = (
-                GradientSums(names, group, self.topologies[one], run, one is ranks[0]) for one in ranks
-            )
-            self.gathers.append(WeightGather(names[0], group, rows.topology, run, self._refresh))
-            self.reduces.append(GradientReduce(group, rows, replicas[0] if replicas else None, run))
+            sums = [GradientSums(names, group, self.topologies[one], run, one is ranks[0]) for one in ranks]
+            self.gathers.append(WeightGather(group, sums[0].topology, run, self._refresh))
+            self.reduces.append(GradientReduce(group, sums))
             group.modules[0].set_custom_all_gather(self.gathers[-1])
             group.modules[0].set_custom_reduce_scatter(self.reduces[-1])
         model.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -124,10 +119,7 @@ class Fsdp2Compression:
         say(f"compression: FSDP2: {len(groups)} modules: weights {what[0]}, gradients {what[1]}")
         for one, topology in self.topologies.items():
             if dist.get_backend(one) == "nccl" and topology.nodes == 1 and not over_tcp(one):
-                say(
-                    "compression: FSDP2: these ranks share a host, whose links seldom limit FSDP2: leave "
-                    "compression off unless you measure a gain"
-                )
+                say("compression: FSDP2: these ranks share a host: leave it off unless you measure a gain")
 
     def weights_changed(self) -> None:
         """Look again, at the next forward, whether lossless payloads fit. Collective. Not needed after
@@ -135,89 +127,71 @@ class Fsdp2Compression:
         self._changed = True
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
-        parameters = [one for gather in self.gathers for one in gather.group.fsdp_params]
-        versions = [
-            (id(one.sharded_param), one.sharded_param._version, one._sharded_local_tensor._version)
-            for one in parameters
-        ]
+        own = [one for gather in self.gathers for one in gather.group.fsdp_params]
+        pairs = [(one.sharded_param, one._sharded_local_tensor) for one in own]
+        versions = [(id(one), one._version, local._version) for one, local in pairs]
         self._changed |= versions != self._versions
         self.iteration += self._stepped
         self._versions, self._stepped = versions, False
-        if self.audit is None or not module.training:
-            return
-        if self.iteration == 0:
-            self.audit.start()
-            return
-        for line in self.audit.finish():
+        for line in self.audit.finish() if self.audit is not None and self.iteration else ():
             self._say(f"compression: {line}")
-        self.audit = None
 
     def _refresh(self, gather: WeightGather) -> None:
         """Ask the ranks whether lossless payloads fit, where weights have changed or it is not known of
-        ``gather``. The host waits for the device, once an optimizer's step."""
+        ``gather``. The host waits for the device, once a step."""
         if not self._changed and gather.fits is not None:
             return
-        self._changed = False
+        self._changed, codec = False, self.run.policy.rule("dp.weight").codec
         for topology in self.topologies.values():
-            codecs = {one: one.decide().codec for one in self.gathers if one.topology is topology}
-            asked = {one: codec for one, codec in codecs.items() if codec is not None and codec.lossless}
+            asked = [one for one in self.gathers if one.topology is topology]
             if not asked:
                 continue
-            flags = [one.overflow(codec) for one, codec in asked.items()] + [one.misfit for one in asked]
+            flags = [one.overflow(codec) for one in asked] + [one.misfit for one in asked]
             found = topology.transport(self.run.ledger, "dp.weight").any_ranks(torch.stack(flags))
             for one, overflows, misfit in zip(asked, found, found[len(asked) :], strict=False):
                 one.fits = not overflows
                 if misfit:
                     raise RuntimeError(
-                        f"the weights of the module of {one.name} changed unnoticed and did not fit their "
-                        "lossless payload, so the last passes took zeros for them: call weights_changed() "
-                        "after such a change, and repeat them"
+                        f"weights of {one.group} changed unnoticed and did not fit their payload: passes had "
+                        "zeros for them; call weights_changed() after a change"
                     )
 
     def summary(self) -> str:
-        """One line: what this rank has sent and would have sent uncompressed, and the bytes that compression
-        needs on the device."""
-        line, sent, plain, totals = "sent", 0, 0, self.run.ledger.totals()
+        """One line: what this rank has sent, would have sent uncompressed, and keeps on the device."""
+        totals, line, sent, plain = self.run.ledger.totals(), "sent", 0, 0
         for traffic in ("dp.weight", "dp.gradient"):
-            own, instead = map(sum, zip(*totals[traffic].values(), strict=True))
+            own, instead = (sum(pair) for pair in zip(*totals[traffic].values(), strict=True))
             line += f" {traffic} {own / 1e6:.3f} of {instead / 1e6:.3f} MB,"
             sent, plain = sent + own, plain + instead
-        buffers = max(one.buffer_bytes for one in self.gathers)
-        buffers += max(one.rows.buffer_bytes() for one in self.reduces)
+        payloads = max(one.buffer_bytes for one in self.gathers)
+        payloads += max(one.sums[0].buffer_bytes() for one in self.reduces)
         memory = sum(values.nbytes for values in self.state_dict().values())
-        line += f" ratio {plain / sent if sent else 1:.2f}; payloads {buffers / 1e6:.3f} MB, memory of "
-        line += f"gradients {memory / 1e6:.3f} MB on the device"
+        line += f" ratio {plain / sent if sent else 1:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
+        line += f" and gradients' memory of {memory / 1e6:.3f} MB"
         misfits = sum(one.fits is False for one in self.gathers)
         return line + (f"; {misfits} modules do not fit, and are gathered uncompressed" if misfits else "")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a compressor of gradients remembers, by names of this rank; empty for codecs. With
         ``load_state_dict`` it is what torch.distributed.checkpoint takes, for the same number of ranks."""
-        return {
-            f"{key}.{name}": values
-            for key, sums in self._remembering()
-            for name, values in sums.built(sums.numel)[0].state().items()
-        }
+        syncs = self._remembering().items()
+        return {f"{key}.{name}": values for key, sync in syncs for name, values in sync.state().items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restore what ``state_dict`` gave."""
-        for key, sums in self._remembering():
-            sync = sums.built(sums.numel)[0]
+        for key, sync in self._remembering().items():
             sync.load_state({name: state[f"{key}.{name}"] for name in sync.state()})
 
-    def _remembering(self) -> list[tuple[str, GradientSums]]:
-        compressor = self.run.policy.rule("dp.gradient").codec
-        if compressor is None or not compressor.has_memory:
-            return []
-        every = [sums for one in self.reduces for sums in (one.rows, one.replicas) if sums and sums.numel]
-        return [(f"rank{dist.get_rank()}.{number}", sums) for number, sums in enumerate(every)]
+    def _remembering(self) -> dict[str, GradientSync]:
+        if not getattr(self.run.policy.rule("dp.gradient").codec, "has_memory", False):
+            return {}
+        every = [sums for one in self.reduces for sums in one.sums if sums.numel]
+        prefix = f"rank{dist.get_rank()}"
+        return {f"{prefix}.{number}": sums.built(sums.numel)[0] for number, sums in enumerate(every)}
 
 
 def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[str]]]:
-    """What ``fully_shard`` gathers and reduces together, and the names of its parameters.
-
-    Raises: CompressionConfigError: there is none.
-    """
+    """What ``fully_shard`` gathers and reduces together, and its parameters' names; at least one."""
     places = {module: name for name, module in model.named_modules()}
     states = [module._get_fsdp_state() for module in places if isinstance(module, FSDPModule)]
     groups = [group for state in dict.fromkeys(states) if (group := state._fsdp_param_group) is not None]
@@ -228,30 +202,21 @@ def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[
     return list(zip(groups, names, strict=True))
 
 
-def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None) -> None:
+def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None, remembers: bool) -> None:
     """Raises: CompressionConfigError: FSDP's settings of a parameter group are not covered."""
-    own, hook = group.fsdp_params, group._all_reduce_hook is not None
+    own = group.fsdp_params
     dtypes = {group.mp_policy.param_dtype or one.sharded_param.dtype for one in own}
-    extended = any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own)
-    lossless = weights is not None and weights.lossless
+    several = len(dtypes) > 1 or any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own)
+    fp16 = weights is not None and weights.lossless and torch.float16 in dtypes
+    scaled = remembers and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes)
+    hooked = isinstance(group.mesh_info, HSDPMeshInfo) and group._all_reduce_hook is not None
     for found, reason in (
-        (
-            isinstance(group.offload_policy, CPUOffloadPolicy),
-            "is offloaded to the CPU; drop CPUOffloadPolicy",
-        ),
-        (not isinstance(group.mesh_info, FSDPMeshInfo), "is under replicate(); use fully_shard()"),
-        (
-            isinstance(group.mesh_info, HSDPMeshInfo) and hook,
-            "has an all-reduce hook, which HSDP needs here; drop set_all_reduce_hook()",
-        ),
-        (
-            weights is not None and (extended or len(dtypes) > 1),
-            "gathers several types, or fp8; give gather='none'",
-        ),
-        (
-            lossless and torch.float16 in dtypes,
-            "gathers fp16, whose exponents lossless cannot shorten; use bf16, or gather='int8'",
-        ),
+        (isinstance(group.offload_policy, CPUOffloadPolicy), "is offloaded to CPU; drop CPUOffloadPolicy"),
+        (isinstance(group._all_gather_comm, WeightGather), "is attached already; attach() once"),
+        (hooked, "has the hook that HSDP needs here; drop set_all_reduce_hook()"),
+        (weights is not None and several, "gathers several types, or fp8; give gather='none'"),
+        (fp16, "gathers fp16, whose exponents lossless cannot shorten; use bf16, or gather='int8'"),
+        (scaled, "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"),
     ):
         if found:
             raise CompressionConfigError(f"attach(): the module of {name} {reason}")

@@ -8,10 +8,13 @@ is set to the dimension of the shards alone, and the hook sums over the replicas
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -20,7 +23,6 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync, ParameterSpan
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.fsdp2.weights import OwnMemory
 
 TRAFFIC = "dp.gradient"
 
@@ -56,10 +58,7 @@ class GradientSums:
         return self.spans[-1].end if self.spans else 0
 
     def built(self, numel: int) -> tuple[GradientSync, GradientBucket]:
-        """What sums ``numel`` gradients.
-
-        Raises: CompressionConfigError: fewer than all, for a compressor that is no codec.
-        """
+        """What sums ``numel`` gradients; fewer than all are refused where the compressor is no codec."""
         if numel not in self._built:
             compressor = self.run.policy.rule(TRAFFIC).codec
             if numel != self.numel and not isinstance(compressor, CodecGradients):
@@ -67,37 +66,37 @@ class GradientSums:
                     f"reduce={compressor.name}: a pass gave {numel} of the {self.numel} gradients of "
                     f"{', '.join(self.names)}; it needs all in each pass, so choose a codec such as int8"
                 )
-            nothing = torch.empty(1, device=self.group.device).expand(numel)
-            bucket = GradientBucket(nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger)
+            policy, device = self.group.mp_policy, self.group.device
+            dtype = policy.reduce_dtype or policy.param_dtype or self.group.fsdp_params[0].sharded_param.dtype
+            nothing = torch.empty(1, dtype=dtype, device=device).expand(numel)
+            about = self.spans, 1.0, self.sharded, self.topology, self.run.ledger
+            bucket = GradientBucket(nothing, *about)
             self._built[numel] = compressor.build(bucket), bucket
         return self._built[numel]
 
-    def sum(self, gradients: torch.Tensor, scale: float) -> torch.Tensor:
+    def sum(self, gradients: Tensor, scale: float) -> Tensor:
         """``scale`` times the sum, in place: this rank's row of ``gradients``, or all of them."""
         sync, bucket = self.built(gradients.numel())
         nothing, bucket.gradients, bucket.scale = bucket.gradients, gradients, scale
-        try:
-            sync.start().wait()
-            return bucket.shard if self.sharded else gradients
-        finally:
-            bucket.gradients = nothing  # FSDP frees them
+        sync.start().wait()
+        total = bucket.shard if self.sharded else gradients
+        bucket.gradients = nothing  # FSDP frees them
+        return total
 
     def buffer_bytes(self) -> int:
-        """Of the payloads of one reduction, sent and received; 0 where they are not a codec's."""
+        """Of one reduction's payloads, sent and received; 0 where they are not a codec's."""
         codec, ranks = getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None), self.topology.world_size
         return 2 * ranks * codec.payload_bytes((-(-self.numel // ranks),)) if codec and self.numel else 0
 
 
 @dataclass(eq=False)
-class GradientReduce(OwnMemory, ReduceScatter):
+class GradientReduce(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatters of one parameter group, and under HSDP the all-reduces of its replicas."""
 
     group: FSDPParamGroup
-    rows: GradientSums
-    """Over the shards' ranks."""
-    replicas: GradientSums | None
-    run: Run
-    _partial: torch.Tensor | None = None
+    sums: list[GradientSums]
+    """Over the shards' ranks and, under HSDP, over the replicas."""
+    _partial: Tensor | None = None
 
     def __post_init__(self) -> None:
         own = self.group.mesh_info
@@ -108,15 +107,10 @@ class GradientReduce(OwnMemory, ReduceScatter):
             self.group.modules[0].set_all_reduce_hook(self._all_reduce)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op=False
     ) -> dist.Work | None:
         """Sum ``[W * n]`` over the ranks into this rank's ``[n]``, on the current stream."""
-        if not self._compresses(self.rows, "reduce_scatter", input_tensor):
+        if not self._compresses(self.sums[0], "reduce_scatter", input_tensor):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise CompressionConfigError(
@@ -124,12 +118,11 @@ class GradientReduce(OwnMemory, ReduceScatter):
                 "set_force_sum_reduction_for_comms(True) as well, or attach(reduce='none')"
             )
         scale = 1 / group.size() if op == dist.ReduceOp.AVG else 1.0
-        output_tensor.copy_(self.rows.sum(input_tensor, scale))
+        output_tensor.copy_(self.sums[0].sum(input_tensor, scale))
         return None
 
-    def _all_reduce(self, row: torch.Tensor) -> None:
+    def _all_reduce(self, row: Tensor) -> None:
         """Average this rank's row over the replicas, in place, as FSDP does under HSDP."""
-        assert self.replicas is not None
         if row.is_cuda:
             row.record_stream(torch.cuda.current_stream())  # FSDP keeps it for its own all-reduce alone
         if self._partial is not None:
@@ -139,15 +132,16 @@ class GradientReduce(OwnMemory, ReduceScatter):
             row.zero_()
             return
         given = self.group.gradient_divide_factor is not None  # the whole divisor
-        if self._compresses(self.replicas, "all_reduce", row):
-            self.replicas.sum(row, 1.0 if given else 1 / self.replicas.topology.world_size)
+        replicas = self.sums[1]
+        if self._compresses(replicas, "all_reduce", row):
+            replicas.sum(row, 1.0 if given else 1 / replicas.topology.world_size)
         else:
             op = dist.ReduceOp.SUM if given else dist.ReduceOp.AVG
-            dist.all_reduce(row, op, self.replicas.topology.group)
+            dist.all_reduce(row, op, replicas.topology.group)
 
-    def _compresses(self, sums: GradientSums, operation: str, gradients: torch.Tensor) -> bool:
+    def _compresses(self, sums: GradientSums, operation: str, gradients: Tensor) -> bool:
         """Whether a reduction is compressed; one that is not is counted."""
-        codec, why = self.run.policy.decide(TRAFFIC, gradients.nbytes)
+        codec, why = sums.run.policy.decide(TRAFFIC, gradients.nbytes)
         if codec is None:
-            sums.topology.record_uncompressed(self.run.ledger, TRAFFIC, why, operation, gradients.nbytes)
+            sums.topology.record_uncompressed(sums.run.ledger, TRAFFIC, why, operation, gradients.nbytes)
         return codec is not None

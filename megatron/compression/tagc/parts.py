@@ -19,9 +19,9 @@ from taco_kernels.common.reference import NON_FINITE
 from taco_kernels.count_sketch.selection import share_threshold
 
 LAYERS = {
-    "mlp": (".mlp.",),
-    "embedding": ("embedding.", "output_layer."),
-    "attention": (".self_attention.", ".cross_attention."),
+    "mlp": (".mlp.", ".feed_forward."),
+    "embedding": ("embedding.", "output_layer.", "embed_tokens.", "tok_embeddings.", "lm_head."),
+    "attention": (".self_attention.", ".cross_attention.", ".self_attn.", ".attention."),
 }
 """What ``layers`` names, and how their parameters' names are told."""
 
