@@ -428,6 +428,10 @@ def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, 
         settings["min_mb"] = 0.0  # all messages of a layer have one size, which is timed
     found = replace(part, **settings)
     if dimension == "data_parallel":
+        if getattr(args, "use_torch_fsdp2", False):
+            raise CompressionConfigError(
+                "--use-torch-fsdp2 is not timed; measure with --dp-compression and without"
+            )
         found = replace(found, weights=None).resolved(args)  # those of the recipe
     found.check(args)
     return found
