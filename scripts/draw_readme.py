@@ -47,7 +47,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
     axes.set_yticks(places, [f"{row['model']}, {row['layout']}: {row['codec']}" for row in rows], fontsize=9)
     axes.axvline(1, color="black", linewidth=0.9)
     axes.set_xlim(0.55, 2.4)
-    axes.set_xlabel("iterations a second, uncompressed = 1; H200 of one host, November 2026")
+    axes.set_xlabel("iterations a second, uncompressed = 1; H200 (graphs: H100), November 2026")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.text(0.985, -0.2, "slower", ha="right", fontsize=9, style="italic")
