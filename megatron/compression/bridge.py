@@ -19,17 +19,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression import graphs, repetition
+from megatron.compression.codecs.registry import settings_of
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import STATE, Compression, groups_by_dimension
 from megatron.compression.config import CompressionConfig, train_iterations
-from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.dimension import FLAGS, naming_flags, print_on_first_rank, renaming
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.patches import gaps
-from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.report import Reporter, check_report_directory, track
-from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 STATE_FILE = f"{STATE}.json"
 """In the folder of a checkpoint's iteration: what ``Compression.state`` gives, and the settings."""
@@ -65,13 +62,12 @@ def attach(
     Raises: CompressionConfigError: an impossible setting; a compressor of gradients with a memory.
     """
     with renaming(OUR_NAMES), naming_flags():
-        config = CompressionConfig(
-            tensor_parallel=_settings(TensorParallelConfig, "backward", tp, min_mb),
-            data_parallel=_settings(DataParallelConfig, "weights", dp, min_mb),
-            pipeline_parallel=_settings(PipelineParallelConfig, "backward", pp, min_mb),
-            expert_parallel=_settings(ExpertParallelConfig, "backward", ep, min_mb),
-            **more,
-        )
+        for name, spec in (("tensor", tp), ("data", dp), ("pipeline", pp), ("expert", ep)):
+            first, second = (spec, None) if isinstance(spec, str) else spec
+            kind: Any = settings_of(CompressionConfig)[f"{name}_parallel"].type
+            other = {"weights" if name == "data" else "backward": second}
+            more[f"{name}_parallel"] = kind(compression=first, min_mb=min_mb, **other)
+        config = CompressionConfig(**more)
         check_report_directory(config.report, resuming=cfg.checkpoint.load is not None)
         compressor = config.data_parallel.compressor
     if config.auto or config.caat_net.enabled:
@@ -88,11 +84,6 @@ def attach(
     gaps.use_shipped_helpers()
     gaps.make_torch_adam_resumable()
     return BridgeCompression(cfg, config)
-
-
-def _settings(kind: type, second: str, spec: Spec, min_mb: float | None) -> Any:
-    specs = (spec, None) if isinstance(spec, str) else spec
-    return kind(min_mb=min_mb, **dict(zip(("compression", second), specs, strict=True)))
 
 
 def _our_names() -> dict[str, str]:
@@ -162,13 +153,11 @@ class BridgeCompression:
         """There is one once the model is built."""
         self._state: Any = None
         self._seconds = self._began = 0.0
-        model = cfg.model
-        if hasattr(model, "register_pre_wrap_hook"):
-            model.register_pre_wrap_hook(self._attach_model)
-            model.register_post_wrap_hook(self._attach_wrapped)
-        else:  # a ModelConfig
-            model.pre_wrap_hooks.append(self._attach_model)
-            model.post_wrap_hooks.append(self._attach_wrapped)
+        for when, hook in (("pre", self._attach_model), ("post", self._attach_wrapped)):
+            if hasattr(cfg.model, f"{when}_wrap_hooks"):  # a ModelConfig
+                getattr(cfg.model, f"{when}_wrap_hooks").append(hook)
+            else:
+                getattr(cfg.model, f"register_{when}_wrap_hook")(hook)
 
     def _attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         self.config, settings = check(self.cfg, self.config)
