@@ -19,7 +19,7 @@ from megatron.compression import flags, graphs, repetition
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.caat_net.config import check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.communication.captures import captures
+from megatron.compression.communication.ledger import captures
 from megatron.compression.compression import STATE, Compression, groups_by_dimension
 from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
@@ -31,11 +31,7 @@ from megatron.compression.startup.implementation import (
     missing_extension_overrides,
     transformer_engine,
 )
-from megatron.compression.torch_native.spec import (
-    apply_native_defaults,
-    block_spec,
-    is_covered,
-)
+from megatron.compression.torch_native.spec import apply_native_defaults, block_spec, is_covered
 
 
 class _Log:

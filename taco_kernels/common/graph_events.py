@@ -4,22 +4,37 @@ All graphs of a training run are ``torch.cuda.CUDAGraph``: those of a whole iter
 Transformer Engine and of torch.compile. So its methods tell the observers, and no caller has to.
 """
 
+from collections.abc import Callable
 from functools import wraps
+from weakref import WeakKeyDictionary
 
 import torch
 
 
-class GraphObserver:
-    """What an observer may override. A graph can be held weakly, and is the key for what it contains."""
+class GraphObserver[Content]:
+    """Keeps what each graph contains, and is told of its replays.
+
+    Args:
+        new: makes the content of a capture that begins, to be filled in place.
+    """
+
+    def __init__(self, new: Callable[[], Content]) -> None:
+        self._new = new
+        self.captured: Content | None = None
+        """Of the graph that is being captured; None: none is. One capture runs at a time."""
+        self.contents: WeakKeyDictionary[torch.cuda.CUDAGraph, Content] = WeakKeyDictionary()
 
     def capture_begun(self, graph: torch.cuda.CUDAGraph) -> None:
-        """The current stream captures into ``graph`` from now on. One capture runs at a time."""
+        """The current stream captures into ``graph`` from now on."""
+        self.captured = self.contents[graph] = self._new()
 
-    def capture_ended(self, graph: torch.cuda.CUDAGraph) -> None:
+    def capture_ended(self) -> None:
         """The capture is over, also one that failed."""
+        self.captured = None
 
-    def replaying(self, graph: torch.cuda.CUDAGraph) -> None:
-        """``graph`` is about to be replayed on the current stream, which may be capturing another graph."""
+    def replaying(self, content: Content) -> None:
+        """A graph with this content, which is not empty, is about to be replayed on the current stream, which
+        may be capturing another graph."""
 
 
 _observers: dict[type, list[GraphObserver]] = {}
@@ -27,12 +42,13 @@ _observers: dict[type, list[GraphObserver]] = {}
 
 
 def observe(observer: GraphObserver) -> None:
-    """Tell ``observer`` of all captures and replays from now on."""
+    """Tell ``observer`` of all captures and replays from now on. Idempotent."""
     graphs = torch.cuda.CUDAGraph
     if graphs not in _observers:
         _observers[graphs] = []
         _change(graphs, _observers[graphs])
-    _observers[graphs].append(observer)
+    if observer not in _observers[graphs]:
+        _observers[graphs].append(observer)
 
 
 def _change(graphs: type, observers: list[GraphObserver]) -> None:
@@ -50,12 +66,13 @@ def _change(graphs: type, observers: list[GraphObserver]) -> None:
             end(graph)
         finally:
             for observer in observers:
-                observer.capture_ended(graph)
+                observer.capture_ended()
 
     @wraps(replay)
     def replayed(graph) -> None:
         for observer in observers:
-            observer.replaying(graph)
+            if content := observer.contents.get(graph):
+                observer.replaying(content)
         replay(graph)
 
     graphs.capture_begin, graphs.capture_end, graphs.replay = capture_begin, capture_end, replayed

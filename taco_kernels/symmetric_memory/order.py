@@ -13,7 +13,6 @@ all ranks end and leave theirs to NCCL, which needs few multiprocessors.
 """
 
 from functools import lru_cache
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,20 +20,19 @@ from taco_kernels.common.graph_events import GraphObserver, observe
 from taco_kernels.symmetric_memory.channel import Channel
 
 
-class CallOrder(GraphObserver):
-    """Puts the calls of this process in order, device by device."""
+class CallOrder(GraphObserver[set[Channel]]):
+    """Puts the calls of this process in order, device by device; keeps the channels that each graph uses."""
 
     def __init__(self) -> None:
+        super().__init__(set)
         self._last: dict[int, torch.cuda.Stream] = {}  # by device, of its last eager call or replay
         self._last_captured: dict[int, torch.cuda.Stream] = {}  # the same in the capture that began last
-        self._captured: set[Channel] = set()  # what that capture has calls on
-        self._channels: WeakKeyDictionary[torch.cuda.CUDAGraph, set[Channel]] = WeakKeyDictionary()
 
     def follow(self, channel: Channel) -> None:
         """What the current stream is given next runs after all earlier collectives of the device."""
         capturing = torch.cuda.is_current_stream_capturing()
         if capturing:
-            self._captured.add(channel)
+            self.captured.add(channel)
         streams, device = self._last_captured if capturing else self._last, channel.device.index
         last = streams.get(device)
         if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(device):
@@ -43,12 +41,12 @@ class CallOrder(GraphObserver):
                 stream.wait_stream(last)
 
     def capture_begun(self, graph: torch.cuda.CUDAGraph) -> None:
+        super().capture_begun(graph)
         self._last_captured = {}
-        self._channels[graph] = self._captured = set()
 
-    def replaying(self, graph: torch.cuda.CUDAGraph) -> None:
+    def replaying(self, content: set[Channel]) -> None:
         """Raises: SymmetricMemoryError: an earlier call gave up waiting."""
-        for channel in self._channels.get(graph, ()):
+        for channel in content:
             channel.check()
             self.follow(channel)
 

@@ -274,10 +274,7 @@ def decode_sum(
 
 
 def decode_sum_encode(
-    wires: torch.Tensor,
-    config: CodecConfig,
-    numel: int,
-    config_out: CodecConfig | None = None,
+    wires: torch.Tensor, config: CodecConfig, numel: int, config_out: CodecConfig | None = None
 ) -> torch.Tensor:
     """The middle of a two-shot all-reduce: encode(decode_sum(wires)) without leaving the Hadamard domain.
 

@@ -22,34 +22,48 @@ class Graph:
         self.done.append("replay")
 
 
-class Log(GraphObserver):
-    def capture_begun(self, graph) -> None:
-        graph.done.append("told of begin")
+class Log(GraphObserver[list[str]]):
+    """Keeps with a graph what it was told."""
 
-    def capture_ended(self, graph) -> None:
-        graph.done.append("told of end")
-
-    def replaying(self, graph) -> None:
-        graph.done.append("told of replay")
+    def replaying(self, content: list[str]) -> None:
+        content.append("replay")
 
 
-def test_observers_are_told_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CUDAGraph", (Graph,), {}))
-    observe(GraphObserver())  # overrides nothing
-    observe(Log())
+
+
+def test_an_observer_is_told_once_and_keeps_what_it_adds_in_a_capture() -> None:
+    log, empty = Log(list), Log(list)
+    for observer in (empty, log, log):
+        observe(observer)
     graph = torch.cuda.CUDAGraph()
+    assert log.captured is None
     graph.capture_begin("pool", capture_error_mode="thread_local")
+    log.captured.append("captured")
     graph.capture_end()
+    assert log.captured is None and graph.done == ["begin pool thread_local", "end"]
     graph.replay()
-    told = ["begin pool thread_local", "told of begin", "end", "told of end", "told of replay", "replay"]
-    assert graph.done == told
+    assert log.contents[graph] == ["captured", "replay"] and graph.done[-1] == "replay"
+    assert empty.contents[graph] == [], "nothing in the graph is its own"
 
 
-def test_a_capture_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CUDAGraph", (Graph,), {}))
-    observe(Log())
+def test_a_graph_captured_again_has_what_its_last_capture_added() -> None:
+    observe(log := Log(list))
     graph = torch.cuda.CUDAGraph()
+    for _ in range(2):
+        graph.capture_begin()
+        log.captured.append("captured")
+        graph.capture_end()
+    assert log.contents[graph] == ["captured"]
+
+
+def test_a_capture_that_fails_has_ended() -> None:
+    observe(log := Log(list))
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
     graph.done.append("fail")
     with pytest.raises(RuntimeError, match="capture failed"):
         graph.capture_end()
-    assert graph.done[-1] == "told of end"
+    assert log.captured is None

@@ -10,8 +10,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.compression import graphs
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.communication.captures import captures
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.ledger import Ledger, captures
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.site import Run
@@ -20,6 +19,7 @@ from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.patches import loop
 from megatron.compression.startup import entrypoint
+from taco_kernels.common.graph_events import observe
 from tests.unit.megatron_args import experts, parsed
 
 SENT = ("tp.forward", "compressed", "all_to_all")
@@ -37,7 +37,7 @@ class Graph:
 def graph(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     cls = type("CUDAGraph", (Graph,), {})
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cls)
-    captures.watch()
+    observe(captures)
     return cls
 
 

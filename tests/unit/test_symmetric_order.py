@@ -46,13 +46,13 @@ class Device:
         self.order.capture_begun(graph)
         for stream, channel in calls:
             self.call(stream, channel)
-        self.order.capture_ended(graph)
+        self.order.capture_ended()
         self.capturing = False
         return graph
 
     def replay(self, stream: str, graph: Graph) -> None:
         self.current = self.streams[stream]
-        self.order.replaying(graph)
+        self.order.replaying(self.order.contents[graph])
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from megatron.compression.communication.captures import captures
-from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
+from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent, captures
 from megatron.compression.patches import symbols
 
 Groups = Sequence[dist.ProcessGroup]
@@ -180,8 +179,8 @@ class BackendAudit:
     def _count(
         self, group: dist.ProcessGroup, operation: str, payload: bool, sent: int, times: int = 1
     ) -> None:
-        if captures.counts is not None:
-            captures.counts[self._count, (group, operation, payload, sent)] += times
+        if captures.captured is not None:
+            captures.captured[self._count, (group, operation, payload, sent)] += times
         elif self._originals:
             self.given[group, operation, payload] += times * sent
 

@@ -19,7 +19,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -97,7 +96,7 @@ def largest(world: int) -> int:
     return max((16 << 20) // world // mmap.PAGESIZE * mmap.PAGESIZE, LEAST)
 
 
-class CopyEngines(GraphObserver):
+class CopyEngines(GraphObserver[set[int]]):
     """Two CUDA streams of copies, with waits for values in memory; the driver's own functions cost
     a fraction of torch's.
 
@@ -108,6 +107,7 @@ class CopyEngines(GraphObserver):
     """
 
     def __init__(self, pinned: int, size: int) -> None:
+        super().__init__(set)  # a graph's streams with exchanges
         torch.cuda.synchronize()  # this thread has the device's context from here on
         self._device = torch.cuda.current_device()
         self._driver = driver = ctypes.CDLL("libcuda.so.1")
@@ -135,8 +135,6 @@ class CopyEngines(GraphObserver):
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         self._queues = tuple(stream.cuda_stream for stream in self._streams)  # to the device, to host memory
         self.events: list[int] = []  # that nobody waits for
-        self._graph: torch.cuda.CUDAGraph | None = None  # that is being captured
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # with exchanges
         self._replayed: int | None = None  # stream of the last replay, if no exchange has waited for it
         # Not by cudaHostRegister, whose failure torch would find after its next kernel.
         if failed := driver.cuMemHostRegister_v2(pinned, size, 3):  # portable and mapped
@@ -160,20 +158,14 @@ class CopyEngines(GraphObserver):
         """Let both streams wait for what has been launched, and for a replay on another stream."""
         current, replayed = self._current(), self._replayed
         self._put_after(current, *self._queues)
-        if self._graph is None and replayed is not None:
+        if self.captured is None and replayed is not None:
             self._replayed = None
             if replayed != current:
                 self._put_after(replayed, *self._queues)
 
-    def capture_begun(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
-
-    def capture_ended(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = None
-
-    def replaying(self, graph: torch.cuda.CUDAGraph) -> None:
+    def replaying(self, content: set[int]) -> None:
         current, replayed = self._current(), self._replayed
-        if graph in self._graphs and replayed != current:
+        if replayed != current:
             for earlier in self._queues if replayed is None else (replayed,):
                 self._put_after(earlier, current)
             self._replayed = current
@@ -190,9 +182,10 @@ class CopyEngines(GraphObserver):
         if not hasattr(self._threads, "ready"):
             check(self._driver.cuCtxSetCurrent(self._context))
             self._threads.ready = True
-        if self._graph is not None:
-            self._graphs.add(self._graph)
-        return torch._C._cuda_getCurrentRawStream(self._device)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if self.captured is not None:
+            self.captured.add(stream)
+        return stream
 
     def _recorded(self, stream: int) -> int:
         if not self.events:
@@ -221,15 +214,15 @@ class CopyEngines(GraphObserver):
 
     def end(self, kept: Any) -> "_UnderWay":
         """A handle whose ``wait`` lets later work wait for both streams; it keeps ``kept``."""
-        return _UnderWay(self, [self._recorded(queue) for queue in self._queues], self._graph, kept)
+        return _UnderWay(self, [self._recorded(queue) for queue in self._queues], self.captured, kept)
 
-    def let_wait(self, events: list[int], graph: torch.cuda.CUDAGraph | None) -> None:
+    def let_wait(self, events: list[int], captured: set[int] | None) -> None:
         """Let the current stream wait for events of a capture or, None, of none, which are free then.
 
         A capture need not wait for others: the device was idle when it began, and its replays wait.
         """
         current = self._current()
-        for event in events if graph is self._graph else ():
+        for event in events if captured is self.captured else ():
             check(self._driver.cuStreamWaitEvent(current, event, 0))
         self.events += events
         events.clear()
@@ -244,13 +237,13 @@ def check(failed: int) -> None:
 class _UnderWay:
     """The copies of one exchange."""
 
-    def __init__(self, engines: CopyEngines, events: list[int], graph: Any, kept: Any) -> None:
-        self._engines, self._events, self._graph, self._kept = engines, events, graph, kept
+    def __init__(self, engines: CopyEngines, events: list[int], captured: set[int] | None, kept: Any) -> None:
+        self._engines, self._events, self._captured, self._kept = engines, events, captured, kept
 
     def wait(self) -> None:
         """Let the current stream wait."""
-        self._engines.let_wait(self._events, self._graph)
-        self._kept = self._graph = None  # what is allocated in its place is used after the events
+        self._engines.let_wait(self._events, self._captured)
+        self._kept = None  # what is allocated in its place is used after the events
 
     def __del__(self) -> None:
         if self._events:  # nobody has waited, but memory that is copied into must not be another's

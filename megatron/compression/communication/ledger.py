@@ -5,9 +5,12 @@ buffer; all-gather (of the gathered buffer), reduce-scatter and all-to-all (W-1)
 payload.
 """
 
+import atexit
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.compression.communication.captures import captures
+from taco_kernels.common.graph_events import GraphObserver, observe
 
 TRAFFIC = {
     "tp.forward": "tensor parallelism: activations",
@@ -79,6 +82,29 @@ class Tally:
     plain: int = 0
 
 
+class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
+    """What is counted while a CUDA graph is captured: (what counts, its arguments) -> how often.
+
+    It is sent by each replay, and counted then, in the replay's phase. Whoever counts adds to ``captured`` in
+    place: a method would be a Python frame in each message.
+    """
+
+    def replaying(self, content: Counter[tuple[Any, tuple]]) -> None:
+        for (count, given), times in content.items():
+            count(*given, times=times)
+
+    def release(self) -> None:
+        """Free all graphs, before process groups are destroyed: NCCL waits for those that hold its kernels."""
+        for graph in list(self.contents):
+            graph.reset()
+        self.contents.clear()
+
+
+captures = Captures(Counter)
+"""The process's."""
+atexit.register(captures.release)
+
+
 class Ledger:
     """Counts bytes given to the transport, by phase, traffic, kind, operation and link.
 
@@ -90,7 +116,7 @@ class Ledger:
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.evaluating = False
         """Set during evaluation: its traffic is kept separate from the training iterations'."""
-        captures.watch()
+        observe(captures)
 
     def record(
         self,
@@ -107,8 +133,8 @@ class Ledger:
         Args:
             plain: what the uncompressed operation would send, 0 where ``record_plain`` says it.
         """
-        if captures.counts is not None:
-            captures.counts[self.record, (traffic, kind, operation, sent, plain, link)] += times
+        if captures.captured is not None:
+            captures.captured[self.record, (traffic, kind, operation, sent, plain, link)] += times
             return
         key = ("eval" if self.evaluating else "train", traffic, kind, operation, link)
         tally = self.tallies.get(key)

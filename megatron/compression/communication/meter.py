@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.captures import captures
+from megatron.compression.communication.ledger import captures
 from taco_kernels.taco.outliers import is_outlier
 
 GROUP = 128
@@ -48,7 +48,7 @@ class ErrorMeter:
     def due(self, site: str, traffic: str, iteration: int) -> bool:
         """Whether to measure this message: the first of its kind in the last of ``interval`` iterations. None
         while a CUDA graph is captured: it would be measured in every replay."""
-        if not self.interval or captures.counts is not None:
+        if not self.interval or captures.captured is not None:
             return False
         before = self._last.get((site, traffic))
         if not self.ends_interval(iteration) and not (self.also_first and before is None):

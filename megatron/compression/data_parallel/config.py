@@ -11,12 +11,7 @@ from megatron.compression.codecs.sdp4bit import Sdp4bitCodec
 from megatron.compression.communication.policy import Rule
 from megatron.compression.data_parallel.codec_gradients import parse_gradient_compressor
 from megatron.compression.data_parallel.compressor import GradientCompressor
-from megatron.compression.dimension import (
-    DimensionConfig,
-    codec_of,
-    refuse_flags,
-    refuse_fp16,
-)
+from megatron.compression.dimension import DimensionConfig, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError, naming
 from megatron.compression.graphs import FULL, whole_iterations
 

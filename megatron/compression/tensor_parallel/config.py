@@ -15,12 +15,7 @@ from typing import ClassVar, Literal, get_args
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.communication.policy import SITES, Choice, Rule
-from megatron.compression.dimension import (
-    DimensionConfig,
-    codec_of,
-    refuse_flags,
-    refuse_fp16,
-)
+from megatron.compression.dimension import DimensionConfig, codec_of, refuse_flags, refuse_fp16
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.graphs import refuse_by_layer, refuse_host_splits
 
