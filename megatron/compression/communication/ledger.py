@@ -94,7 +94,7 @@ class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
             count(*given, times=times)
 
     def release(self) -> None:
-        """Free all graphs, before process groups are destroyed: NCCL waits for those that hold its kernels."""
+        """Free all graphs before process groups are destroyed: NCCL waits for those that hold its kernels."""
         for graph in list(self.contents):
             graph.reset()
         self.contents.clear()
