@@ -6,6 +6,8 @@ A hash of a file's relative path decides its split, so one version of Python giv
 import hashlib
 import io
 import json
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Sequence
 from itertools import batched
@@ -18,6 +20,25 @@ STDLIB_SKIPPED = {"test", "tests", "idle_test", "idlelib", "tkinter", "turtledem
 STDLIB_SKIPPED |= {"encodings"}  # tables that nearly are copies of each other, which splits would share
 MAX_FILE_BYTES = 512 * 1024  # larger files are generated tables
 LINES_PER_SENTENCE = 20  # sentences that hold line ends let the BPE learn pieces such as ":\n"
+
+
+def prepare(
+    directory: Path, source: str, max_mb: float, vocabulary: int, splits: Sequence[str] = SPLITS
+) -> dict[str, str]:
+    """Corpus, tokenizer and indexed datasets, each made once; returns their paths."""
+    tokenizer = directory / "tokenizer.model"
+    paths = {"tokenizer": str(tokenizer)} | {one: str(directory / f"{one}_text_document") for one in splits}
+    missing = [split for split in splits if not Path(f"{paths[split]}.idx").exists()]
+    if (missing or not tokenizer.exists()) and not (directory / "train.jsonl").exists():
+        write_corpus(directory, source, max_mb)
+    if not tokenizer.exists():
+        write_tokenizer(tokenizer, directory / "train.jsonl", vocabulary)
+    for split in missing:
+        words = [sys.executable, Path(__file__).with_name("preprocess_data.py"), "--append-eod"]
+        words += ["--input", directory / f"{split}.jsonl", "--output-prefix", directory / split]
+        words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer]
+        subprocess.run(words, check=True)
+    return paths
 
 
 def _hash(path: str, salt: str) -> int:

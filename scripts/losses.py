@@ -7,8 +7,8 @@
         "none --caat-net-sync-fraction 0.5" "int6 --caat-net-sync-fraction 0.5"
     python scripts/losses.py --expert-parallel 2 --codecs none int8 int6
 
-Each run is `torchrun pretrain_gpt.py`, on GPUs with the sources of the installed Python packages, on CPUs
-with Python's own, validated and in the end tested on files that it has not seen. The table compares each
+Each run is `torchrun pretrain_gpt.py` with the sources of the installed Python packages (--model tiny: with
+Python's own), validated and in the end tested on files that it has not seen. The table compares each
 setting with the first one of the same seed; one more run of the first setting with another seed shows the
 noise. results.json remembers every run under all that decides it: a script that is started again trains what
 is missing. Flags that are not the script's own go to Megatron.
@@ -25,8 +25,7 @@ from collections.abc import Callable
 from hashlib import file_digest, sha256
 from pathlib import Path
 
-import demo
-from _corpus import SPLITS
+from _corpus import SPLITS, prepare
 from _launch import FLAGS, ROOT, SETTINGS_HELP, BenchSetting, gpu_count, parse_setting, torchrun
 
 from megatron.compression.report.render import table as markdown
@@ -73,7 +72,7 @@ def parse_args() -> argparse.Namespace:
     add("--noise-seed", type=int, default=2, help="of one more run of the first setting; 0: none")
     add("--model", choices=SHAPES, help="default: small on GPUs, tiny on CPUs")
     add("--iterations", type=int, help="default: 400 on GPUs, 60 on CPUs")
-    add("--corpus-mb", type=float, help="text of all splits, 10^6 bytes (default: 90 on GPUs, 8 on CPUs)")
+    add("--corpus-mb", type=float, help="text of all splits, 10^6 bytes (default: 90, of tiny 8)")
     add("--output", type=Path, help="folder for everything (default: runs/DIMENSION)")
     add("--data", type=Path, help="folder of the tokenized text (default: data in --output)")
     limit = "seconds: start no run that would end later, by the longest so far"
@@ -176,7 +175,12 @@ def train(setting: BenchSetting, run: dict, data: dict[str, str], options: argpa
     words += [*setting.words(options.dimension), *options.extra]
     environment = setting.environment | ({} if options.on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
     began = time.monotonic()
-    torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", **environment)
+
+    def show(line: str) -> None:
+        if "validation loss at iteration" in line:
+            print(f"{setting.text}: {line.strip().split(' | lm loss PPL')[0]}", flush=True)
+
+    torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", show, **environment)
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
     print(f"{setting.text}, seed {run['seed']}: {summary['validation_loss']:.4f}", flush=True)
     kept = ("validation_loss", "test_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")
@@ -190,7 +194,7 @@ def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
         with open(f"{data[split]}.bin", "rb") as file:
             tokens.update(file_digest(file, "sha256").digest())
     return {
-        "model": options.model or ("small" if options.on_gpus else "tiny"),
+        "model": options.model,
         "ranks": options.ranks,
         "iterations": options.iterations or (400 if options.on_gpus else 60),
         "dimension": options.dimension,
@@ -203,14 +207,13 @@ def main() -> None:
     """Train what is missing and print the table."""
     options = parse_args()
     options.on_gpus = gpu_count() >= options.ranks
+    options.model = options.model or ("small" if options.on_gpus else "tiny")
     options.output = (options.output or ROOT / "runs" / options.dimension).resolve()
-    data = demo.prepare_data(
-        options.data.resolve() if options.data else options.output / "data",
-        "site-packages" if options.on_gpus else "stdlib",
-        options.corpus_mb or (90 if options.on_gpus else demo.CORPUS_MB),
-        16384 if options.on_gpus else demo.VOCABULARY,
-        SPLITS,
+    folder = options.data.resolve() if options.data else options.output / "data"
+    text, megabytes, vocabulary = (
+        ("stdlib", 8, 2048) if options.model == "tiny" else ("site-packages", 90, 16384)
     )
+    data = prepare(folder, text, options.corpus_mb or megabytes, vocabulary)
     common, settings = common_of(options, data), {setting.text: setting for setting in options.settings}
     planned = plan(list(settings), options.seeds, options.noise_seed)
     runs = [{**common, "setting": text, "seed": seed} for text, seed in planned]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import demo
+import _corpus
 from _launch import ROOT, gpu_count
 
 from scripts.accuracy.results import BASE, load, tables
@@ -81,7 +81,7 @@ def prepare(args: argparse.Namespace) -> dict[str, str]:
     """Paths of the tokenized text and its tokenizer, made once."""
     vocabulary = sizes(args)[0].vocabulary
     folder = args.work_dir / f"corpus-{vocabulary}"
-    return demo.prepare_data(folder, "site-packages", args.corpus_mb, vocabulary)
+    return _corpus.prepare(folder, "site-packages", args.corpus_mb, vocabulary, ("train", "valid"))
 
 
 class Worker:

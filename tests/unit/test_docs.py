@@ -137,7 +137,7 @@ def test_lines_are_short(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=page_id)
 def test_files_named_in_code_exist(page):
-    """Scripts and modules of commands: `python scripts/demo.py`, `python -m taco_kernels.benchmarks`."""
+    """Scripts and modules of commands: `python scripts/losses.py`, `python -m taco_kernels.benchmarks`."""
     text = page.read_text()
     for path in re.findall(r"(?<![\w/])((?:scripts|examples)/[\w/]+\.(?:py|sh|sbatch))", text):
         assert (REPO / path).exists(), path
