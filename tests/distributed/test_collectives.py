@@ -16,7 +16,7 @@ from megatron.compression.communication import (
     fp32_all_reduce,
     reduce_scatter,
 )
-from megatron.compression.communication.captures import captures
+from megatron.compression.communication.ledger import captures
 from taco_kernels.symmetric_memory.group import timeout_of
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import device_of
@@ -148,12 +148,12 @@ def _check_split(rank: int, world_size: int, group) -> None:
     expected = all_reduce(x, codec, plain).wait()
     assert torch.equal(all_reduce(x, codec, split).wait(), expected) and parts == whole
     parts.clear()
-    captures.counts = Counter()
+    captures.captured = Counter()
     try:
         works = all_reduce(x, codec, split), all_reduce(x, codec, split, out=torch.empty_like(x))
         assert all(torch.equal(work.wait(), expected) for work in works)
     finally:
-        captures.counts = None
+        captures.captured = None
     assert (len(parts), sum(parts)) == (8 * len(whole), 2 * sum(whole))
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.captures import captures
+from megatron.compression.communication.ledger import captures
 from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.transport import Rows, TorchTransport
 from megatron.compression.communication.work import Work, join
@@ -91,7 +91,7 @@ def all_reduce(
         return Work.completed(x if out is None else out.copy_(x))
     if transport.fuses(codec):
         return transport.fused_all_reduce(x, codec, out)
-    if captures.counts is not None and x.nbytes >= transport.split_bytes and not codec.sees_shape:
+    if captures.captured is not None and x.nbytes >= transport.split_bytes and not codec.sees_shape:
         total = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
         half = x.numel() // (2 * ranks * codec.block) * ranks * codec.block  # groups of values stay the same
         sizes = [half, x.numel() - half]
