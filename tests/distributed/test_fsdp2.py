@@ -1,7 +1,5 @@
 """FSDP2 over codecs, against FSDP2 as it is: losses, bytes, overflows, checkpoints, and what is refused."""
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from tests.distributed.launch import pretrain, start
 from tests.distributed.spawn import spawn
 from tests.distributed.transport_audit import TransportAudit
 
-REPO = Path(__file__).parents[2]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WIDTH = 64
 DEVICE = "cpu"
@@ -39,9 +36,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def build(
-    policy: MixedPrecisionPolicy = BF16, *, nested=False, device=None, mesh=None, **options
-) -> nn.Module:
+def build(policy=BF16, *, nested=False, device=None, mesh=None, **options) -> nn.Module:
     """Two blocks and a head under FSDP2; ``nested``: one block, whose MLP is wrapped as well."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),)) if mesh is None else mesh
     torch.manual_seed(0)
@@ -55,9 +50,7 @@ def build(
     return fully_shard(model, **options)
 
 
-def train(
-    model: nn.Module, steps: int, micro_batches: int = 1, optimizer=None, first: int = 0
-) -> list[float]:
+def train(model: nn.Module, steps: int, micro_batches=1, optimizer=None, first=0) -> list[float]:
     """Losses over all ranks. Only the last micro-batch's backward sends gradients."""
     optimizer, losses = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3), []
     target = torch.randn(WIDTH, 33, generator=torch.Generator().manual_seed(7)) / 10
@@ -99,21 +92,21 @@ def close(losses: list[float], exact: list[float], percent: float) -> bool:
 
 
 def learning_worker(rank: int, ranks: int) -> None:
-    plain = train(build(nested=True), 100)
+    plain = train(build(nested=True), 40)
     model = build(nested=True)
     compression = attach(model, "lossless", "none")
     assert len(compression.gathers) == 3
-    assert train(model, 100) == plain
+    assert train(model, 40) == plain
     assert kinds(compression, "dp.weight") == {"compressed"} and "ratio 1.2" in compression.summary()
     model = build(nested=True)
     compression = attach(model, "none", "int8")
-    int8 = train(model, 50)
-    assert int8 != plain[:50] and close(int8, plain[:50], 0.1)
+    int8 = train(model, 40)
+    assert int8 != plain and close(int8, plain, 0.1)
     assert kinds(compression, "dp.gradient") == {"compressed"}
 
 
 def test_losses() -> None:
-    """100 steps: those of lossless gathers are equal to the last bit, nested modules too; int8 is near."""
+    """40 steps: those of lossless gathers are equal to the last bit, nested modules too; int8 is near."""
     spawn(learning_worker, 2)
 
 
@@ -186,15 +179,12 @@ def test_overflow() -> None:
 
 def replicas_worker(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    plain = train(build(mesh=mesh), 3)
-    for reduce in ("none", "int8"):
-        model = build(mesh=mesh)
-        compression = attach(model, "lossless", reduce)
-        with TransportAudit() as audit:
-            losses = train(model, 3)
-        check_bytes(audit.sent, compression)
-        assert kinds(compression, "dp.weight") == {"compressed"}
-        assert losses == plain if reduce == "none" else close(losses, plain, 0.5)
+    plain, model = train(build(mesh=mesh), 3), build(mesh=mesh)
+    compression = attach(model, "lossless", "int8")
+    with TransportAudit() as audit:
+        losses = train(model, 3)
+    check_bytes(audit.sent, compression)
+    assert kinds(compression, "dp.weight") == {"compressed"} and close(losses, plain, 0.5)
     gradients, inputs = [], torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(rank))
     for reduce in (None, "int8"):
         model = build(mesh=mesh)
@@ -245,14 +235,8 @@ def refusal_worker(rank: int, ranks: int) -> None:
         ({"offload_policy": CPUOffloadPolicy()}, {}, "2.weight is offloaded to CPU; drop CPUOff"),
         ({"policy": fp16}, {}, "gathers fp16, whose exponents lossless"),
         ({"policy": fp16}, {"gather": "none", "reduce": "tagc"}, "has fp16 gradients, whose scale"),
-        ({}, {"gather": "sdp4bit"}, "^gather sdp4bit: SDP4Bit sends differences"),
-        (
-            {},
-            {"gather": "tagc"},
-            "^gather tagc: tagc compresses gradients of weights only: give it to reduce",
-        ),
+        ({}, {"gather": "tagc"}, "^gather tagc: .*: give it to reduce"),
         ({}, {"reduce": "lossless"}, "^reduce lossless: under FSDP2 the host would wait"),
-        ({}, {"reduce": "tah-quant"}, "^reduce tah-quant needs tokens and channels"),
         ({}, {"reduce": "sdp4bit:outer=int8"}, "drop outer="),
         (None, {}, r"call fully_shard\(\) before it"),
     ):
@@ -274,17 +258,6 @@ def refusal_worker(rank: int, ranks: int) -> None:
 
 def test_refusals() -> None:
     spawn(refusal_worker, 2)
-
-
-def test_without_megatron_core() -> None:
-    """Nothing on the way imports megatron.core or megatron.training."""
-    code = """
-import sys
-sys.modules["megatron.core"] = sys.modules["megatron.training"] = None
-from megatron.compression.fsdp2.attach import DataParallelConfig, attach
-DataParallelConfig(compression="tagc", weights="lossless").rules(0)
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, timeout=60)
 
 
 def test_megatron() -> None:

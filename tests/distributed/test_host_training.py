@@ -3,28 +3,24 @@
 import os
 import signal
 
-import pytest
 import torch
 
 from tests.distributed.launch import pretrain, start, tiny_flags
 
-TENSOR = ("--tensor-model-parallel-size", "2")
-DATA = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
-
-@pytest.mark.parametrize(
-    ("flags", "checkpoint_format"),
-    [
-        pytest.param(("--bf16", *TENSOR, "--hidden-dropout", "0.3"), "torch", id="tp2"),
-        pytest.param(("--bf16", *DATA), "torch_dist", id="dp2-distributed-optimizer"),
-    ],
-)
-def test_resume_is_bitwise(tmp_path, flags, checkpoint_format):
-    # Dropout is on in all of them: the resumed run must draw the masks that the uninterrupted one drew.
-    flags = (*flags, "--ckpt-format", checkpoint_format)
+def test_resume_is_bitwise(tmp_path):
+    """With dropout: the resumed run must draw the masks that the uninterrupted one drew."""
+    flags = (
+        "--bf16",
+        "--tensor-model-parallel-size",
+        "2",
+        "--hidden-dropout",
+        "0.3",
+        "--ckpt-format",
+        "torch",
+    )
     whole = pretrain(*flags, "--save", str(tmp_path), "--save-interval", "2", exact=True)
-    if TENSOR[0] in flags:
-        assert_replicas_are_equal(tmp_path / "iter_0000004")
+    assert_replicas_are_equal(tmp_path / "iter_0000004")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = pretrain(*flags, "--load", str(tmp_path), exact=True)
 
@@ -51,15 +47,7 @@ def assert_replicas_are_equal(checkpoint):
 
 def test_a_signal_saves_and_ends_the_run(tmp_path):
     """With workers of the data loaders, which have Megatron's handler of the signal too."""
-    flags = (
-        "--exit-signal-handler",
-        "--num-workers",
-        "2",
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        "1000000",
-    )
+    flags = f"--exit-signal-handler --num-workers 2 --save {tmp_path} --save-interval 1000000".split()
     run = start("pretrain_gpt.py", *tiny_flags(*flags, train_iters="1000000"), processes=2)
     run.wait_for("iteration        3/", timeout=200)
     os.kill(run.processes[0].pid, signal.SIGTERM)

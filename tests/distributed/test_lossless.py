@@ -20,7 +20,7 @@ from megatron.compression.communication import (
 )
 from tests.distributed.launch import pretrain
 from tests.distributed.spawn import spawn
-from tests.distributed.test_training import GPT, read_report
+from tests.distributed.test_training import GPT
 from tests.distributed.tiny_gpt import device_of
 from tests.kernels.wires.lossless import bits
 
@@ -95,26 +95,16 @@ def observed(run) -> dict[str, dict[str, int]]:
 
 
 EVERY_MESSAGE = ("--compression-min-mb", "0")
-RANDOM = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
-RECOMPUTED = (
-    "--recompute-granularity",
-    "full",
-    "--recompute-method",
-    "uniform",
-    "--recompute-num-layers",
-    "1",
-)
 EVALUATED = ("--eval-iters", "1", "--eval-interval", "2")
-OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+SEQUENCE = """--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1"""
+RANDOM = "--pipeline-model-parallel-size 2 --attention-dropout 0.1 --hidden-dropout 0.1"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RUNS = {
-    "sequence": (
-        ("--tensor-model-parallel-size", "2", "--sequence-parallel", *RECOMPUTED),
-        ("--tp-compression", *EVERY_MESSAGE),
-        "1 input",
-    ),
-    "pipeline": (("--pipeline-model-parallel-size", "2", *RANDOM), ("--pp-compression",), "0 input"),
-    "data": (("--use-distributed-optimizer", *OVERLAP), ("--dp-compression",), "1 gradient"),
-    "data, unsharded": ((), ("--dp-compression",), "1 gradient"),
+    "sequence": (SEQUENCE, ("--tp-compression", *EVERY_MESSAGE), "1 input"),
+    "pipeline": (RANDOM, ("--pp-compression",), "0 input"),
+    "data": (OVERLAP, ("--dp-compression",), "1 gradient"),
+    "data, unsharded": ("", ("--dp-compression",), "1 gradient"),
 }
 """Flags; those that compress, the spec after the first; what overflows in the second iteration."""
 
@@ -127,7 +117,7 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
 
     def run(*compressed: str):
         return pretrain(
-            *(*GPT, "--bf16", *EVALUATED, *flags, *compressed),
+            *(*GPT, "--bf16", *EVALUATED, *flags.split(), *compressed),
             exact=True,
             script="tests/distributed/observed_lossless.py",
             env={"POISON": poison},
@@ -144,7 +134,8 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
     assert seen["passes"] == once | {"2": 2 * once["2"]}
     assert not [key for key in seen["asked"] if key.startswith("training")]
     assert bool(seen["asked"]) == (name == "sequence")
-    rows = [row for rank in read_report(compressed)["ledger_by_rank"] for row in rank]
+    report = json.loads((compressed.report / "report.json").read_text())
+    rows = [row for rank in report["ledger_by_rank"] for row in rank]
     kinds = {row["kind"] for row in rows if row["phase"] == "train"}
     assert {"compressed", "overflow"} <= kinds
     assert compressed.output.count("is repeated uncompressed") == 1

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,13 +13,13 @@ ITERATIONS = 6
 OUTER = Setup(instances=2)
 SEQUENTIAL = replace(OUTER, overlap=False)
 SETUPS = {
-    "none:outer=int8": OUTER,
-    "none:outer=int4": SEQUENTIAL,
-    "int8:outer=int4": OUTER,
-    "sdp4bit": replace(SEQUENTIAL, micro_batches=2),
-    "sdp4bit:outer=none": OUTER,
-    "none:outer=lossless": replace(OUTER, fp32_gradients=False),
+    "none:outer=int8": (OUTER, 0.52, 1e-3),
+    "int8:outer=int4": (OUTER, 0.27, 1e-3),
+    "sdp4bit": (replace(SEQUENTIAL, micro_batches=2), 0.27, 1),  # other micro-batches, so another loss
+    "sdp4bit:outer=none": (OUTER, None, 1),
+    "none:outer=lossless": (replace(OUTER, fp32_gradients=False), 1.9, 1e-3),
 }
+"""With the largest share of bf16 sums' bytes (Megatron's are fp32 here) and largest change of the loss."""
 
 
 def sent(training: Training, traffic: str = "dp.outer", link: str | None = "inter") -> tuple[int, int]:
@@ -58,7 +57,7 @@ def instances_worker(rank: int, world_size: int) -> dict:
         exact, same = run(rank, setup, "none:outer=identity")
         assert (exact.digest(), same) == (plain.digest(), loss), "an exact codec changes no bit"
     assert plain.kinds("dp.outer") == {"off"}
-    for spec, setup in SETUPS.items():
+    for spec, (setup, *_) in SETUPS.items():
         compressed, found = run(rank, setup, spec)
         assert sent(compressed, link="intra") == (0, 0), spec
         assert sent(compressed, "dp.gradient") == (0, 0), "the inner hop stays inside its instance"
@@ -80,40 +79,13 @@ def one_rank_worker(rank: int, world_size: int) -> float:
     return now / before
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    """By rank."""
-    return spawn(instances_worker, 4)
-
-
-@pytest.mark.parametrize(
-    ("spec", "most", "difference"),
-    [
-        ("none:outer=int8", 0.52, 1e-3),
-        ("none:outer=int4", 0.27, 1e-3),
-        ("int8:outer=int4", 0.27, 1e-3),
-        ("sdp4bit", 0.27, 1),  # other micro-batches
-    ],
-)
-def test_bytes_between_instances_and_loss(results, spec: str, most: float, difference: float) -> None:
-    """``most`` is of bf16 sums; Megatron's are fp32 here, twice the bytes."""
-    for result in results:
-        (now, before), differs, kinds = result[spec]
-        assert kinds == {"compressed"}
-        assert now <= most * before / 2 and before > 0
-        assert differs < difference
-
-
-def test_only_the_inner_hop_is_compressed(results) -> None:
-    for result in results:
-        (now, before), _, kinds = result["sdp4bit:outer=none"]
-        assert now == before and kinds == {"off"}
-
-
-def test_lossless_between_instances(results) -> None:
-    for result in results:
-        (now, before), differs, _ = result["none:outer=lossless"]
-        assert now < before and differs < 1e-3
+def test_bytes_between_instances_and_loss() -> None:
+    for result in spawn(instances_worker, 4):
+        for spec, (_, most, difference) in SETUPS.items():
+            (now, before), differs, kinds = result[spec]
+            assert differs < difference and before > 0, spec
+            assert now == before if most is None else now <= most * before / 2, spec
+            assert kinds - {"overflow"} == {"off" if most is None else "compressed"}, spec
 
 
 def test_instances_of_one_rank() -> None:

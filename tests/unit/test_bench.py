@@ -43,13 +43,9 @@ def test_ranges_and_speed_ups_of_the_table():
         )
     ]
     text = bench.table(rows, traffic)
-    begin, memory, end = (
-        "| pcie | full_iteration |",
-        "| over NCCL | device_used 12.30 |",
-        "| 1.5 | 0.0 | 5.0000 |",
-    )
-    assert f"{begin} none {memory} 22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20) {end}" in text
-    assert f"{begin} int6 {memory} 11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) {end}" in text
+    row = "| pcie | full_iteration | {} | over NCCL | device_used 12.30 | {} | 1.5 | 0.0 | 5.0000 |"
+    assert row.format("none", "22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20)") in text
+    assert row.format("int6", "11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40)") in text
     assert text.endswith("Communicators of every message: 2.")
 
 
@@ -77,25 +73,14 @@ def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
     python.write_text(f'#!/bin/sh\nshift 5\nexec {sys.executable} {tmp_path / "run.py"} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(_launch.sys, "executable", str(python))
-    words = [
-        "--tensor-parallel",
-        "2",
-        "--regimes",
-        "pcie",
-        "--codecs",
-        "none",
-        "int6",
-        "int8",
-        "--limit",
-        "2",
-    ]
-    words += ["--iterations", "6", "--cuda-graphs", "full_iteration", "--json", str(tmp_path / "rows.json")]
+    words = (
+        "--tensor-parallel 2 --regimes pcie --codecs none int6 int8 --limit 1 --iterations 6 --cuda-graphs"
+    )
     with pytest.raises(SystemExit):
-        bench.run(*bench.parse(words))
+        bench.run(*bench.parse([*words.split(), "full_iteration", "--json", str(tmp_path / "rows.json")]))
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["codec"], row["graphs"], row["iterations"]) for row in rows] == [
-        ("none", "full_iteration", 2),
-        ("int8", "full_iteration", 2),
+        (codec, "full_iteration", 2) for codec in ("none", "int8")
     ]
     assert "--cuda-graph-impl full_iteration" in rows[0]["flags"]
     assert rows[0]["payloads"] == "over stand-ins" and rows[0]["peak_memory"] == {"allocated": 1e9}

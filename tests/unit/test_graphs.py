@@ -168,7 +168,6 @@ SHARDED = dict(data_parallel_size=2, use_distributed_optimizer=True)
     ("flags", "megatron", "reason"),
     [
         (TP, {}, None),
-        (TP, FULL, None),
         ([*TP, "--tp-compression-overlap", "halves"], FULL, None),
         (["--tp-compression-overlap", "halves"], {}, "halves calls the modules of two layers in turn"),
         (["--caat-net-sync-fraction", "0.5"], FULL, None),
@@ -192,10 +191,8 @@ SHARDED = dict(data_parallel_size=2, use_distributed_optimizer=True)
         (PP, STAGES, None),
         (PP, STAGES | FULL, "--num-virtual-stages-per-pipeline-rank 2"),
         (PP, STAGES | FULL | dict(overlap_p2p_comm=True), None),
-        (DP, SHARDED, None),
         (DP, SHARDED | FULL, None),
         (DP, SHARDED | FULL | dict(overlap_param_gather=True), "drop --overlap-param-gather, or the weights"),
-        (["--dp-compression", "tagc"], SHARDED, None),
         (["--dp-compression", "tagc"], SHARDED | FULL, "tagc may keep a state"),
     ],
     ids=str,

@@ -110,52 +110,23 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
         functions.WeightGradient, "compute", lambda self: [noted.append("w"), compute(self)][1]
     )
     forward, backward, _ = _run()
-    assert forward == [
-        "A1 computes",
-        "A1 tp.forward start",
-        "A2 computes",
-        "A1 tp.forward halfway",
-        "A2 tp.forward start",
-        "A1 tp.forward arrived",
-        "MM1 computes",
-        "A2 tp.forward halfway",
-        "MM1 tp.forward start",
-        "A2 tp.forward arrived",
-        "MM2 computes",
-        "MM1 tp.forward halfway",
-        "MM2 tp.forward start",
-        "MM1 tp.forward arrived",
-        "MM2 tp.forward halfway",
-        "MM2 tp.forward arrived",
-    ]
-    assert backward == [
-        "MM2 back",
-        "MM2 tp.backward start",
-        "MM2 tp.backward halfway",
-        "MM1 back",
-        "MM1 tp.backward start",
-        "MM1 tp.backward halfway",
-        "MM2 tp.backward arrived",
-        "A2 back",
-        "A2 tp.backward start",
-        "A2 tp.backward halfway",
-        "MM1 tp.backward arrived",
-        "A1 back",
-        "A1 tp.backward start",
-        "A1 tp.backward halfway",
-        "A2 tp.backward arrived",
-        "A1 tp.backward arrived",
-    ]
+    assert ", ".join(forward).replace(" tp.forward", "") == (
+        "A1 computes, A1 start, A2 computes, A1 halfway, A2 start, A1 arrived, MM1 computes, A2 halfway, "
+        "MM1 start, A2 arrived, MM2 computes, MM1 halfway, MM2 start, MM1 arrived, MM2 halfway, MM2 arrived"
+    )
+    assert ", ".join(backward).replace(" tp.backward", "") == (
+        "MM2 back, MM2 start, MM2 halfway, MM1 back, MM1 start, MM1 halfway, MM2 arrived, A2 back, A2 start, "
+        "A2 halfway, MM1 arrived, A1 back, A1 start, A1 halfway, A2 arrived, A1 arrived"
+    )
     assert len(noted) == 8, "two weights a block and half"
 
 
 @pytest.mark.parametrize(
     ("megatron", "reason"),
     [
-        (
-            {"transformer_impl": "transformer_engine"},
-            "--transformer-impl local: layers of transformer_engine",
-        ),
+        ({"micro_batch_size": 1}, "--micro-batch-size 1 has no two halves; give 2 or more"),
+        ({"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local: layers of transformer_e"),
         ({"num_experts": 8}, "--num-experts routes"),
         ({"multi_latent_attention": True}, "--multi-latent-attention has"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
@@ -171,20 +142,8 @@ def test_refusals(megatron: dict, reason: str) -> None:
     with pytest.raises(CompressionConfigError, match=reason) as error:
         resolve(parsed(*HALVES, **megatron))
     assert "\n" not in str(error.value) and HALVES[-1] in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "megatron", "reason"),
-    [
-        ((), {"micro_batch_size": 1}, "--micro-batch-size 1 has no two halves; give 2 or more"),
-        ((), {"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
-        (("--caat-net-sync-fraction", "0.5"), {}, "--caat-net-sync-fraction 0.5 has layers that"),
-    ],
-)
-def test_own_refusals(flags: tuple[str, ...], megatron: dict, reason: str) -> None:
-    with pytest.raises(CompressionConfigError, match=reason) as error:
-        resolve(parsed(*HALVES, *flags, **megatron))
-    assert "\n" not in str(error.value)
+    with pytest.raises(CompressionConfigError, match=r"--caat-net-sync-fraction 0\.5 has layers that"):
+        resolve(parsed(*HALVES, "--caat-net-sync-fraction", "0.5"))
 
 
 def test_what_passes() -> None:

@@ -122,12 +122,14 @@ def test_a_backward_makes_no_placeholder_anew() -> None:
     assert not made, made
 
 
-def test_codecs_and_communication_need_torch_and_triton_alone() -> None:
+def test_codecs_communication_and_fsdp2_need_torch_and_triton_alone() -> None:
     """megatron-core may be missing."""
     program = (
         "import sys; sys.modules['megatron.core'] = sys.modules['megatron.training'] = None\n"
         "import megatron.compression.communication, megatron.compression.codecs as codecs\n"
         "import megatron.compression.communication.topology, megatron.compression.communication.audit\n"
+        "from megatron.compression.fsdp2.attach import DataParallelConfig, attach\n"
+        "DataParallelConfig(compression='tagc', weights='lossless').rules(0)\n"
         "print(codecs.parse_codec('int5/int6').name, len(codecs.CODECS.names()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -3,8 +3,8 @@ order that streams, events and graphs allow."""
 
 import ctypes
 import random
-import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +27,7 @@ class Node:
 
 class Graph:
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self.ends: list[Node] = []
-        self.active = True
+        self.nodes, self.ends, self.active = [], [], True
 
 
 class Driver:
@@ -41,13 +39,12 @@ class Driver:
         self.graph: Graph | None = None
         self.events: list[tuple[Graph | None, list[Node]]] = []
         self.nodes: list[Node] = []
-        self.current, self.calls = MAIN, 0
+        self.current = MAIN
 
     def launch(self, stream: int, run=lambda replay: None, ready=lambda: True) -> int:
         ends = self.captured if stream in self.captured else self.ends
         ends[stream] = [Node(ends[stream], run, ready)]
         (self.nodes if ends is self.ends else self.graph.nodes).append(*ends[stream])
-        self.calls += 1
         return 0
 
     def cuEventCreate(self, made, flags: int) -> int:
@@ -58,7 +55,6 @@ class Driver:
     def cuEventRecord(self, event: int, stream: int) -> int:
         inside = stream in self.captured
         self.events[event - 1] = (self.graph, self.captured[stream]) if inside else (None, self.ends[stream])
-        self.calls += 1
         return 0
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
@@ -68,7 +64,6 @@ class Driver:
             return 905  # CUDA_ERROR_STREAM_CAPTURE_ISOLATION, or an event of a capture that is over
         ends = self.ends if graph is None else self.captured  # an event of a capture draws the stream into it
         ends[stream] = [*dict.fromkeys(ends.get(stream, []) + nodes)]
-        self.calls += 1
         return 0
 
     def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, equal: int) -> int:
@@ -117,13 +112,9 @@ class Rank:
     def __init__(self, rank: int, world: int, base: int, one_queue: bool) -> None:
         self.rank, self.world, self.driver, self.buffers = rank, world, Driver(), []
         self.engines = engines = CopyEngines.__new__(CopyEngines)
-        engines._driver, engines._device, engines._queues = (
-            self.driver,
-            rank,
-            (DOWN if one_queue else UP, DOWN),
-        )
-        engines._to_device, engines.events, engines._threads = 0, [], threading.local()
-        engines._threads.ready = True
+        engines._driver, engines._device = self.driver, rank
+        engines._queues = (DOWN if one_queue else UP, DOWN)
+        engines._to_device, engines.events, engines._threads = 0, [], SimpleNamespace(ready=True)
         GraphObserver.__init__(engines, set)
         engines._replayed = None
         self.memory = memory = HostMemory.__new__(HostMemory)
@@ -204,9 +195,8 @@ def run_all(ranks: list[Rank], generator: random.Random) -> bool:
     missing = {node: len(node.after) for node in nodes}
     free = [node for node in nodes if not node.after]
     while ready := [node for node in free if node.ready()]:
-        node = (
-            ready[-1] if generator.random() < 0.5 else generator.choice(ready)
-        )  # some streams run far ahead
+        # some streams run far ahead
+        node = ready[-1] if generator.random() < 0.5 else generator.choice(ready)
         free.remove(node)
         node.run(node.replay)
         for later in followers.pop(node):
@@ -264,7 +254,7 @@ def launch(rank: Rank, seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
-@pytest.mark.parametrize(("world", "count", "seeds"), [(2, 30, 12), (4, 14, 4), (8, 5, 2)])
+@pytest.mark.parametrize(("world", "count", "seeds"), [(2, 30, 8), (4, 14, 4)])
 def test_bytes_arrive_in_any_order_of_execution(
     ranks, world: int, count: int, seeds: int, one_queue: bool
 ) -> None:
@@ -299,13 +289,10 @@ def test_a_capture_may_wait_for_an_exchange_that_was_launched_before(ranks) -> N
     assert run_all(group, random.Random(0)) and arrived == [True, True]
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_after_an_exchange_that_broke_off_nobody_goes_on(
-    ranks, monkeypatch: pytest.MonkeyPatch, pieces: int
-) -> None:
+def test_after_an_exchange_that_broke_off_nobody_goes_on(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than to take one exchange's bytes for the next one's."""
     group, _ = ranks(2)
-    sizes, copies, whole = [[0, 1000], [1000, 0]], iter([0] * pieces), Driver.cuMemcpyDtoHAsync_v2
+    sizes, copies, whole = [[0, 1000], [1000, 0]], iter([0, 0]), Driver.cuMemcpyDtoHAsync_v2
     with monkeypatch.context() as patch:
         patch.setattr(Driver, "cuMemcpyDtoHAsync_v2", lambda *to: next(copies, 700) or whole(*to))
         with pytest.raises(host_memory.HostMemoryError, match="700"):
@@ -314,27 +301,3 @@ def test_after_an_exchange_that_broke_off_nobody_goes_on(
     for rank in group:
         rank.start(2, sizes)()
     assert not run_all(group, random.Random(0)) and not group[0].checked + group[1].checked
-
-
-def test_calls_of_the_driver(ranks) -> None:
-    """Of an exchange of four pieces; a replay needs some after an exchange or another stream's replay."""
-    (rank, _), _ = ranks(2)
-    sizes, driver, calls = [[64, 1000], [1000, 64]], rank.driver, []
-
-    def count() -> None:
-        calls.append(driver.calls)
-        driver.calls = 0
-
-    graph = rank.capture(False, [(CAPTURING, True, lambda: rank.start(0, sizes))])
-    driver.calls = 0
-    for number in range(2):
-        rank.start(number, sizes)()
-        driver.calls -= 2  # filled and checked
-        count()
-        for stream in (MAIN, MAIN, OTHER, OTHER, MAIN):
-            driver.current = stream
-            rank.replay(graph)
-            count()
-    sends, receives = 1 + 2 * 4, 2 * 4 + 1
-    exchange = 3 + 1 + sends + receives + 2 + 2  # begin, own bytes, end, wait
-    assert calls == 2 * [exchange, 4, 0, 2, 0, 2]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Policy
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
@@ -42,16 +41,6 @@ def test_choice_follows_layer_error_iteration_and_size() -> None:
     assert kind() == kind(site="other", traffic="tp.backward") == "compressed"
     assert kind(traffic="pp.forward") == kind(traffic="tp.other") == "off"
     assert _policy(min_mb=0.0).decide("tp.forward", 0).why == "compressed"
-
-
-@pytest.mark.parametrize(
-    ("given", "backward"), [(None, "taco"), ("int6:group=64", "int6:group=64"), ("none", None)]
-)
-def test_backward_has_its_own_codec(given: str | None, backward: str | None) -> None:
-    """Only tp.backward, and only where asked for."""
-    policy = _policy(backward=given)
-    assert policy.decide("tp.forward").codec == parse_codec("taco")
-    assert policy.decide("tp.backward").codec == (backward and parse_codec(backward))
 
 
 @pytest.mark.parametrize("flag", [True, False])
