@@ -55,12 +55,7 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
     own = {"PATH": path, "PYTHONPATH": imports, "OMP_NUM_THREADS": "1"}
     own |= {"CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
-        words,
-        cwd=folder,
-        env=os.environ | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        words, cwd=folder, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         output, _ = process.communicate(timeout=timeout)

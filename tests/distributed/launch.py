@@ -196,12 +196,7 @@ def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> St
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, f"--nproc-per-node={processes}", script, *arguments]
     process = subprocess.Popen(
-        command,
-        env=environment(**env),
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env=environment(**env), cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     started = Started([process])
     started.read(started.processes[0])

@@ -16,11 +16,7 @@ from pathlib import Path
 REPO = Path(__file__).parents[2]
 MOCK_DOCUMENTS = "MOCK_DOCUMENTS"
 """Environment variable of a rank: of --mock-data."""
-_SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONPATH": str(REPO),
-}
+_SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
 
 
 def context() -> mp.context.ForkServerContext:

@@ -87,8 +87,7 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
 
     audited("unequal", unequal)
     audited(
-        "on half of the ranks",
-        lambda: None if rank % 2 else dist.all_reduce(torch.ones(VALUES), group=data),
+        "on half of the ranks", lambda: None if rank % 2 else dist.all_reduce(torch.ones(VALUES), group=data)
     )
     lines["shared"] = _shared_ranks(tensor)
     lines["lazy"] = _lazy()

@@ -24,7 +24,7 @@ def assert_one_line(run: Run, text: str) -> None:
         (
             "--overlap-param-gather",
             "--overlap-param-gather only supported with distributed optimizer, megatron fsdp",
-        ),
+        )
     ],
 )
 def test_a_command_line_that_cannot_be_is_one_line(flags: str, line: str) -> None:

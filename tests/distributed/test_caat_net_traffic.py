@@ -8,14 +8,7 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.report.figures import log_line
 from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_gpt import (
-    HIDDEN,
-    LAYERS,
-    SEQUENCE,
-    batch,
-    build_tiny_gpt,
-    start_model_parallel,
-)
+from tests.distributed.tiny_gpt import HIDDEN, LAYERS, SEQUENCE, batch, build_tiny_gpt, start_model_parallel
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 FP8, INT8 = "taco", "int8:scales=single"
@@ -123,10 +116,7 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
 
 def two_ranks_worker(rank: int, world_size: int) -> dict:
     """Everything that two ranks do here, in one process each."""
-    return {
-        "traffic": traffic_worker(rank, world_size),
-        "evaluation": _evaluate(rank, world_size),
-    }
+    return {"traffic": traffic_worker(rank, world_size), "evaluation": _evaluate(rank, world_size)}
 
 
 @pytest.fixture(scope="module")

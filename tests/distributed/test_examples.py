@@ -267,10 +267,7 @@ def directives(script: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("script", "entrypoint"),
-    [
-        ("gpt/train_llama3_8b.sh", "pretrain_gpt.py"),
-        ("qwen/pretrain_qwen_taco.sh", "pretrain_qwen.py"),
-    ],
+    [("gpt/train_llama3_8b.sh", "pretrain_gpt.py"), ("qwen/pretrain_qwen_taco.sh", "pretrain_qwen.py")],
 )
 def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
     fake(tmp_path, "torchrun", 'printf "%s\n" "$@"')

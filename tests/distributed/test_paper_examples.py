@@ -6,11 +6,7 @@ import subprocess
 import pytest
 
 from tests.distributed.spawn import spawn
-from tests.distributed.test_examples import (
-    DATA,
-    command_line,
-    validate,
-)
+from tests.distributed.test_examples import DATA, command_line, validate
 
 # script, MODEL -> parameters, (TP, PP, DP), iterations, (global batch, sequence, lr, min lr, its decay)
 RUNS = {

@@ -7,13 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_gpt import (
-    HIDDEN,
-    device_of,
-    run_with,
-    start_model_parallel,
-    transformer_config,
-)
+from tests.distributed.tiny_gpt import HIDDEN, device_of, run_with, start_model_parallel, transformer_config
 
 WIDE = 4 * HIDDEN
 TOKENS = (SEQUENCE, BATCH) = (16, 2)

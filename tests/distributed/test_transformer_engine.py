@@ -127,12 +127,7 @@ def check_ledger(counts, sent, sequence_parallel: bool, recompute: bool) -> None
 
 
 @pytest.mark.parametrize(
-    "sequence_parallel, fuse, recompute",
-    [
-        (False, True, False),
-        (True, False, False),
-        (True, True, True),
-    ],
+    "sequence_parallel, fuse, recompute", [(False, True, False), (True, False, False), (True, True, True)]
 )
 def test_layers(sequence_parallel: bool, fuse: bool, recompute: bool) -> None:
     """Identity codec: the layers' own results. TACO: near them, and every message compressed and counted."""

@@ -3,10 +3,7 @@
 import pytest
 
 from tests.distributed.spawn import spawn
-from tests.distributed.test_caat_net import (
-    check_against_emulation,
-    gradient_worker,
-)
+from tests.distributed.test_caat_net import check_against_emulation, gradient_worker
 from tests.distributed.test_caat_net_traffic import check_traffic, traffic_worker
 from tests.gpu.devices import WORLD_SIZES
 

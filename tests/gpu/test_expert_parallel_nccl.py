@@ -48,8 +48,7 @@ def test_gradients_and_bytes(ranks: list[dict], layout: str) -> None:
     [
         "--transformer-impl local",
         pytest.param(
-            "--transformer-impl transformer_engine --moe-grouped-gemm",
-            marks=needs_transformer_engine,
+            "--transformer-impl transformer_engine --moe-grouped-gemm", marks=needs_transformer_engine
         ),
     ],
 )

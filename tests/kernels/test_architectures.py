@@ -16,13 +16,7 @@ from taco_kernels.common.packing import nearest_fp8
 from taco_kernels.symmetric_memory.channel import tile_bytes, tile_of
 from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig, launch
 from taco_kernels.taco.spec import make_spec, tuning_in
-from tests.kernels.architectures import (
-    ARCHITECTURES,
-    GPUTarget,
-    device_of,
-    pretended,
-    usages,
-)
+from tests.kernels.architectures import ARCHITECTURES, GPUTarget, device_of, pretended, usages
 
 SAMPLE = (  # settings that once failed; and one of each other family
     (80, "taco decode_sum fp8-e4m3"),
@@ -111,10 +105,7 @@ def test_slots_hold_the_tiles_of_any_device() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        CodecConfig("fp8-e4m3", 64, "single", False),
-        CodecConfig("int5", 64, "signed", False),
-    ],
+    [CodecConfig("fp8-e4m3", 64, "single", False), CodecConfig("int5", 64, "signed", False)],
     ids=lambda config: config.format,
 )
 def test_steps_are_not_rounded_to_fp16(config: CodecConfig) -> None:

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from taco_kernels.sdp4bit import (
-    GroupFormat,
-    add_dequantized,
-    quantize,
-    sum_dequantize,
-    sum_requantize,
-)
+from taco_kernels.sdp4bit import GroupFormat, add_dequantized, quantize, sum_dequantize, sum_requantize
 
 INTRA, INTER, WEIGHTS = GroupFormat(8, 128, True), GroupFormat(4, 128, True), GroupFormat(4, 2048)
 FORMATS = [INTRA, INTER, WEIGHTS, GroupFormat(8, 64), GroupFormat(4, 4096, True)]

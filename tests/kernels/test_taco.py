@@ -8,15 +8,7 @@ import torch
 
 import taco_kernels.taco as tk
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
-from tests.kernels.codec_formulas import (
-    INTEGERS,
-    expected,
-    grid,
-    inputs,
-    matrix,
-    nearest_two,
-    read_wire,
-)
+from tests.kernels.codec_formulas import INTEGERS, expected, grid, inputs, matrix, nearest_two, read_wire
 
 # relative L2 error of one encode of Gaussian data, groups of 128: measured, plus 3 %
 GAUSSIAN_ERROR = {

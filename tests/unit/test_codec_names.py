@@ -103,10 +103,7 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
         ("tah-quant:ratio=x", "tah-quant:ratio=x must be a number"),
         ("tah-quant:low=5", "tah-quant:low=5: "),
         ("int6/sdp4bit:group=64", "the two codecs cut a tensor differently"),
-        (
-            "int6:group=64:scales=single",
-            "64:scales=single must be a whole number; commas separate settings",
-        ),
+        ("int6:group=64:scales=single", "64:scales=single must be a whole number; commas separate settings"),
         ("no.such.module:Codec", "No module named .* put its folder on PYTHONPATH"),
         (f"{__name__}:NotFrozen", "NotFrozen must be a frozen dataclass"),
         (f"{__name__}:Divides:size=0", "Divides:size=0: .*zero"),

@@ -126,12 +126,7 @@ def test_the_environment_is_checked_and_said(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--compression taco-paper",
-        "--pp-compression pipeline-6bit",
-        "--compression auto --taco",
-    ],
+    "flags", ["--compression taco-paper", "--pp-compression pipeline-6bit", "--compression auto --taco"]
 )
 def test_resolve_is_pure(flags: str) -> None:
     """Nothing is written into Megatron's arguments; twice is the same; the result is plain values."""
@@ -325,10 +320,7 @@ def test_an_empty_spec_is_no_way_to_say_none(dimension: str) -> None:
         ("--tp-compression tagc", "--tp-compression tagc: tagc compresses gradients of weights only"),
         ("--tp-compression-layers 1", "--tp-compression-layers given, .* add --taco or --tp-compression$"),
         ("--taco --compression-error-bound 0", "--compression-error-bound 0.0 must be a relative error"),
-        (
-            "--dp-compression int8 --compression-start-iteration 100",
-            "not before the last of 100",
-        ),
+        ("--dp-compression int8 --compression-start-iteration 100", "not before the last of 100"),
     ],
 )
 def test_on_the_command_line_flags_are_named(flags: str, line: str) -> None:

@@ -95,10 +95,7 @@ def test_what_the_log_says_of_tagc(wire: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"compression": "powersgd"},
-            "DataParallelConfig.compression powersgd is unknown; choose one of id",
-        ),
+        ({"compression": "powersgd"}, "DataParallelConfig.compression powersgd is unknown; choose one of id"),
         ({"compression": "examples.nothing:At"}, "DataParallelConfig.compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
         ({"compression": "int8:outer=tagc"}, "outer= tagc: tagc compresses gradients of weights only"),

@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.compression.auto.estimate import (
-    SPEEDS,
-    Cluster,
-    Estimate,
-    Group,
-    main,
-    parse_megatron,
-)
+from megatron.compression.auto.estimate import SPEEDS, Cluster, Estimate, Group, main, parse_megatron
 from megatron.compression.auto.messages import MessageKind
 
 BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16

@@ -6,11 +6,7 @@ import pytest
 
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.host_memory import HostMemory
-from megatron.compression.communication.topology import (
-    Topology,
-    group_by_node,
-    nodes_by_views,
-)
+from megatron.compression.communication.topology import Topology, group_by_node, nodes_by_views
 from megatron.compression.communication.transport import SymmetricTransport, TransportError, Transports
 
 

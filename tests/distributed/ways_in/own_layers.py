@@ -5,10 +5,7 @@ import functools
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import (
-    RowParallelLinear,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import RowParallelLinear, reduce_from_tensor_model_parallel_region
 
 
 class ScaledRow(RowParallelLinear):
