@@ -17,25 +17,20 @@ EXPERTS = dict(
 )
 PADDED = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
 SHARED = dict(moe_shared_expert_intermediate_size=32, moe_shared_expert_gate=True)
+FEW = dict(moe_router_topk=1, moe_router_pre_softmax=True)
 GATHERED = dict(moe_token_dispatcher_type="allgather")
 
 LAYOUTS = {
     "tensor 2, expert 2": ((2, 2, 2), SHARED),
-    "tensor 2, expert 2, padded, shared beside": (
-        (2, 2, 2),
-        dict(SHARED, **PADDED, moe_shared_expert_overlap=True),
-    ),
+    "tensor 2, expert 2, padded, shared": ((2, 2, 2), dict(SHARED, **PADDED, moe_shared_expert_overlap=True)),
     "tensor 2, expert 2 of whole experts, latent attention": (
         (2, 1, 2),
         dict(LATENT, q_lora_rank=12, moe_expert_capacity_factor=0.5),
     ),
     "expert 2, gathered": ((1, 1, 2), GATHERED),
     "tensor 2, expert 2, gathered by four": ((2, 2, 2), GATHERED),
-    "expert 4, some without a token": ((1, 1, 4), dict(moe_router_topk=1, moe_router_pre_softmax=True)),
-    "tensor 2, expert 2, some without a token": (
-        (2, 2, 2),
-        dict(moe_router_topk=1, moe_router_pre_softmax=True),
-    ),
+    "expert 4, some without a token": ((1, 1, 4), FEW),
+    "tensor 2, expert 2, some without a token": ((2, 2, 2), FEW),
     "tensor 2 alone": ((2, 2, 1), {}),
 }
 CODECS = ("none", "identity", "int8:group=64")

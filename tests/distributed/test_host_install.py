@@ -42,57 +42,6 @@ def test_groups_share_a_device() -> None:
     assert evaluate(GROUPS) == {"threads a group": 2.0, "total": [1.0] * 3, "timeout": 1800.0}
 
 
-WITHOUT_CUDA = """
-seen["first"] = host.install()
-replaced = lambda: [torch.zeros, torch.tensor, torch.randn, torch.Tensor.to, torch.cuda.current_device]
-before, seen["second"] = replaced(), host.install()
-seen["idempotent"] = all(a is b for a, b in zip(before, replaced()))
-seen["cuda still absent"] = not torch.cuda.is_available()
-made = [
-    torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.device("cuda", 0)),
-    torch.empty(2, device=torch.cuda.current_device()), torch.ones(2, pin_memory=True).cuda(),
-    torch.ones(2).to("cuda"), torch.ones(2).to(device="cuda", dtype=torch.bfloat16),
-    torch.nn.Linear(2, 2).cuda().weight, torch.ones(2).new_zeros(3, device="cuda"),
-]
-seen["devices"] = sorted({str(tensor.device) for tensor in made})
-seen["kept dtype"] = str(made[5].dtype)
-one = torch.ones(1)
-seen["type"] = [one.type(), one.bfloat16().type(), one.type("torch.IntTensor").type()]
-seen["ranks on this host"] = torch.cuda.device_count()
-with torch.device("meta"):
-    seen["meta"] = str(torch.empty(2).device)
-
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-tracker = CudaRNGStatesTracker()
-torch.manual_seed(1)
-alone, streams = torch.rand(2).tolist(), {}
-for name, seed in (("a", 10), ("b", 20)):
-    torch.manual_seed(seed)
-    streams[name] = torch.rand(4).tolist()
-    tracker.add(name, seed)
-torch.manual_seed(1)
-drawn = {"a": [], "b": []}
-with tracker.fork("a"):
-    drawn["a"] += torch.rand(2).tolist()
-    with tracker.fork("b"):
-        drawn["b"] += torch.rand(4).tolist()
-    drawn["a"] += torch.rand(1).tolist()
-with tracker.fork("a"):
-    drawn["a"] += torch.rand(1).tolist()
-seen["drawn"], seen["outside"] = drawn == streams, alone == torch.rand(2).tolist()
-"""
-
-
-@pytest.mark.thorough
-def test_without_cuda():
-    """CUDA's tensors are the host's; each stream of the tracker goes on where it stopped, nested or not."""
-    assert evaluate(WITHOUT_CUDA) == {
-        **dict.fromkeys(("first", "second", "idempotent", "cuda still absent", "drawn", "outside"), True),
-        **{"devices": ["cpu"], "kept dtype": "torch.bfloat16", "ranks on this host": 4, "meta": "meta"},
-        "type": [f"torch.cuda.{one}Tensor" for one in ("Float", "BFloat16", "Int")],
-    }
-
-
 WITH_CUDA = """
 torch.cuda.is_available = lambda: True
 def replaced():

@@ -7,18 +7,12 @@ import torch
 
 from tests.distributed.launch import pretrain, start, tiny_flags
 
+TENSOR = ("--tensor-model-parallel-size", "2")
+
 
 def test_resume_is_bitwise(tmp_path):
     """With dropout: the resumed run must draw the masks that the uninterrupted one drew."""
-    flags = (
-        "--bf16",
-        "--tensor-model-parallel-size",
-        "2",
-        "--hidden-dropout",
-        "0.3",
-        "--ckpt-format",
-        "torch",
-    )
+    flags = (*TENSOR, "--bf16", "--hidden-dropout", "0.3", "--ckpt-format", "torch")
     whole = pretrain(*flags, "--save", str(tmp_path), "--save-interval", "2", exact=True)
     assert_replicas_are_equal(tmp_path / "iter_0000004")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")

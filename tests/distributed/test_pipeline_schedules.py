@@ -69,7 +69,6 @@ ASYNC = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
 CASES = (
     Case("1F1B on 2", 2, thorough=True, every_codec=True),
     Case("1F1B on 4", 4),
-    Case("1F1B unbatched", 4, changes=dict(batch_p2p_comm=False)),
     Case("sequence parallel", 2, tensor=2, changes=dict(sequence_parallel=True)),
     Case("uneven stages", 2, layers=3, changes=dict(num_layers_in_first_pipeline_stage=1)),
     Case(
@@ -106,24 +105,7 @@ def results() -> list[dict]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_identity_payloads_change_no_bit(results, case) -> None:
-    """See ``check_identity``."""
-    check_identity(results, case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_lossless_changes_no_bit(results, case) -> None:
-    """See ``check_lossless``."""
-    check_lossless(results, case)
-
-
-@pytest.mark.parametrize("case", THOROUGH, ids=lambda case: case.name)
-def test_tah_quant_sends_few_bits(results, case) -> None:
-    """See ``check_bits``."""
-    check_bits(results, case)
-
-
-def check_identity(results: list[dict], case: Case) -> None:
+def test_identity_payloads_change_no_bit(results: list[dict], case: Case) -> None:
     """Same gradients, training loss and forward-only loss; and every message was a payload, or was not."""
     for rank in results:
         plain = rank[case.name]["none"]
@@ -147,7 +129,8 @@ def check_identity(results: list[dict], case: Case) -> None:
                 )
 
 
-def check_lossless(results: list[dict], case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_lossless_changes_no_bit(results: list[dict], case: Case) -> None:
     """Same gradients and losses: in fewer bytes where payloads fit; where one overflowed, on every rank a
     second pass without the codec. Evaluation is uncompressed."""
     for name in set(LOSSLESS) & set(case.codecs):
@@ -170,7 +153,8 @@ def check_lossless(results: list[dict], case: Case) -> None:
         assert repeated == {name == "overflow"} or case.tensor == 2, "a message of one tile has room even so"
 
 
-def check_bits(results: list[dict], case: Case) -> None:
+@pytest.mark.parametrize("case", THOROUGH, ids=lambda case: case.name)
+def test_tah_quant_sends_few_bits(results: list[dict], case: Case) -> None:
     """At most 4.5 bits a value forward and 6.6 back, by the ledger; the loss stays near the exact one."""
     losses = {"none": [], "tah-quant": []}
     for rank in results:
@@ -193,17 +177,7 @@ def check_bits(results: list[dict], case: Case) -> None:
 
 
 @pytest.mark.parametrize("codec", OTHER_CODECS)
-def test_any_codec(results, codec) -> None:
-    """See ``check_codec``."""
-    check_codec(results, codec)
-
-
-def test_overflow_reaches_the_first_stage(results) -> None:
-    """See ``check_overflow``."""
-    check_overflow(results)
-
-
-def check_codec(results: list[dict], codec: str) -> None:
+def test_any_codec(results: list[dict], codec: str) -> None:
     """Fewer bytes than uncompressed both ways, and losses near the exact ones."""
     losses = {"none": [], codec: []}
     for rank in results:
@@ -215,7 +189,7 @@ def check_codec(results: list[dict], codec: str) -> None:
     assert losses[codec] == pytest.approx(losses["none"], rel=0.02) and losses[codec] != losses["none"]
 
 
-def check_overflow(results: list[dict]) -> None:
+def test_overflow_reaches_the_first_stage(results: list[dict]) -> None:
     """Gradients that are not finite stay so through the codec: every parameter before it learns of them."""
     for rank in results:
         assert rank["overflow"]["gradients"] and not any(rank["overflow"]["finite"])

@@ -14,6 +14,7 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.transport import Transports
 from megatron.compression.data_parallel.config import DataParallelConfig
+from tests.distributed.tiny_gpt import device_of, transformer_config
 
 VOCABULARY = 96
 SEQUENCE = 32
@@ -171,47 +172,18 @@ def start(rank: int, tensor_ranks: int = 1, instances: int = 1) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
-def device_of(rank: int) -> torch.device:
-    """The rank's CUDA device, which ``spawn`` has set (ranks may share one), or the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-
-
-def build_model(
-    rank: int, dtype: torch.dtype, fusion: bool = False, softmax: str = "vanilla"
-) -> torch.nn.Module:
+def build_model(rank: int, dtype: torch.dtype, fusion: bool, softmax: str) -> torch.nn.Module:
     """megatron-core's own GPT of two layers; the same weights on every data-parallel rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
     from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 
     fill_weight_gradient_slot()
     torch.manual_seed(7)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        transformer_impl="local",
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        softmax_type=softmax,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=fusion,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-    )
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    config = transformer_config(ranks, dtype, softmax_type=softmax, gradient_accumulation_fusion=fusion)
     spec = get_gpt_layer_local_spec()
     model = GPTModel(config, spec, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=False)
     return model.to(device_of(rank), dtype)

@@ -5,45 +5,34 @@ Every schedule of the CPU tests, and whole runs with all kinds of parallelism co
 
 import pytest
 
+from tests.distributed import test_pipeline_schedules as schedules
 from tests.distributed.spawn import spawn
-from tests.distributed.test_pipeline_schedules import (
-    CASES,
-    OTHER_CODECS,
-    THOROUGH,
-    WORLD,
-    check_bits,
-    check_codec,
-    check_identity,
-    check_lossless,
-    check_overflow,
-    run_cases,
-)
 from tests.gpu.devices import needs
 
-pytestmark = [pytest.mark.multigpu, needs(WORLD)]
+pytestmark = [pytest.mark.multigpu, needs(schedules.WORLD)]
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict]:
     """By rank, as on CPUs."""
-    return spawn(run_cases, WORLD, backend="nccl", timeout=420)
+    return spawn(schedules.run_cases, schedules.WORLD, backend="nccl", timeout=420)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", schedules.CASES, ids=lambda case: case.name)
 def test_exact_codecs_change_no_bit(results, case) -> None:
     """Nor does a payload that is freed or read early; overflows of lossless go over gloo."""
-    check_identity(results, case)
-    check_lossless(results, case)
+    schedules.test_identity_payloads_change_no_bit(results, case)
+    schedules.test_lossless_changes_no_bit(results, case)
 
 
-@pytest.mark.parametrize("case", THOROUGH, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", schedules.THOROUGH, ids=lambda case: case.name)
 def test_tah_quant_sends_few_bits(results, case) -> None:
     """The bytes of the kernels, and losses near the exact ones."""
-    check_bits(results, case)
+    schedules.test_tah_quant_sends_few_bits(results, case)
 
 
-@pytest.mark.parametrize("codec", OTHER_CODECS)
+@pytest.mark.parametrize("codec", schedules.OTHER_CODECS)
 def test_any_codec(results, codec) -> None:
     """Each with its kernels, which send as such what is not finite."""
-    check_codec(results, codec)
-    check_overflow(results)
+    schedules.test_any_codec(results, codec)
+    schedules.test_overflow_reaches_the_first_stage(results)

@@ -22,6 +22,13 @@ MEGATRON = dict(
 )
 
 
+EXPERTS = dict(
+    **dict(num_experts=8, expert_model_parallel_size=2, expert_tensor_parallel_size=1, moe_latent_size=None),
+    **dict(moe_token_dispatcher_type="alltoall", moe_flex_dispatcher_backend="deepep"),
+)
+"""What a run with experts has besides."""
+
+
 def parsed(*flags: str, **megatron) -> argparse.Namespace:
     """Our flags as they are parsed, beside Megatron's at the values of a small tensor-parallel run."""
     parser = add_flags(argparse.ArgumentParser())

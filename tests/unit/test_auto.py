@@ -19,7 +19,7 @@ from megatron.compression.auto.plan import DimensionPlan, RunPlan, choose
 from megatron.compression.codecs.recipes import RECIPES
 from megatron.compression.compression import Compression
 from megatron.compression.flags import resolve
-from tests.unit.megatron_args import experts, megatron, parsed
+from tests.unit.megatron_args import EXPERTS, experts, megatron, parsed
 
 INT6, INT8 = RECIPES["tensor_parallel"][:2]
 SDP4BIT = RECIPES["data_parallel"][0]
@@ -46,11 +46,7 @@ def test_the_largest_gain_within_the_budget(int6, int8, sdp4bit, budget, chosen)
     assert choose({}, budget) == {}
 
 
-USED = dict(
-    **dict(num_experts=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1, moe_latent_size=None),
-    **dict(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False),
-    context_parallel_size=2,
-)
+USED = EXPERTS | dict(context_parallel_size=2)
 """Of arguments as they are parsed: experts and context parallelism in use."""
 
 
@@ -141,14 +137,8 @@ def test_layers_that_send_in_another_way_are_named():
     compression = Compression(CompressionConfig())
     hooks = compression.dimensions
     for name, said in (
-        (
-            "expert_parallel",
-            "mlp: Namespace sends in a way of its own; use --moe-token-dispatcher-type alltoall",
-        ),
-        (
-            "context_parallel",
-            "attention: Identity exchanges keys and values by itself; use --transformer-impl",
-        ),
+        ("expert_parallel", "mlp: Namespace sends in a way of its own; use --moe-token-"),
+        ("context_parallel", "attention: Identity exchanges keys and values by itself; use --tr"),
     ):
         assert hooks[name].refusal([chunk]).startswith(said)
     experts.token_dispatcher.ep_size = attention.config.context_parallel_size = 1

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from megatron.compression.auto import plan
 
 TURN = plan.BLOCK
+BOTH = ("tensor_parallel", "data_parallel")
 
 
 @pytest.fixture
@@ -13,14 +14,7 @@ def run(monkeypatch):
     """Runs iterations of given lengths and returns what was left out in each, and the gains."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
 
-    def run(
-        seconds,
-        dimensions=("tensor_parallel", "data_parallel"),
-        first=0,
-        iterations=60,
-        skipped=(),
-        capturing=0,
-    ):
+    def run(seconds, dimensions=BOTH, first=0, iterations=60, skipped=(), capturing=0):
         now, clock, gains, history = [0], [0.0], [], []
         monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
         check = plan.Check(dimensions, first, lambda: now[0], gains.append, capturing)

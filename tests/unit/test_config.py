@@ -17,7 +17,7 @@ from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import REMOVED, add_flags, resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
-from tests.unit.megatron_args import parsed
+from tests.unit.megatron_args import EXPERTS, parsed
 
 
 def _config(*flags: str, **megatron) -> CompressionConfig:
@@ -63,9 +63,7 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
         --compression-start-iteration 7
         --compression-transport collective --compression-error-bound 0.05
         --validate-uncompressed --compression-report out"""
-    experts = dict(num_experts=8, moe_token_dispatcher_type="alltoall", expert_tensor_parallel_size=1)
-    experts |= dict(moe_latent_size=None, moe_pad_expert_input_to_capacity=False)
-    config = _config(*flags.split(), use_distributed_optimizer=True, **experts)
+    config = _config(*flags.split(), use_distributed_optimizer=True, **EXPERTS)
     assert config == CompressionConfig(
         tensor_parallel=TensorParallelConfig(
             compression="int6", backward="int8:group=64", min_mb=0.5, layers="1-2,output"
@@ -279,11 +277,7 @@ def test_fp8_in_software_is_said(monkeypatch) -> None:
         ("int8/int6", {}, "--cp-compression int8/int6: what attention gathers is sent once"),
         ("int8 int9", {}, "--cp-compression BACKWARD: codec 'int9'"),
         ("lossless", dict(fp16=True), "--cp-compression lossless shortens"),
-        (
-            "int8",
-            dict(transformer_impl="transformer_engine"),
-            "--cp-compression needs --transformer-impl local",
-        ),
+        ("int8", dict(transformer_impl="transformer_engine"), "needs --transformer-impl local"),
     ],
 )
 def test_context_compression_refuses_what_it_cannot_do(flags: str, megatron: dict, reason: str) -> None:

@@ -5,18 +5,12 @@ import pytest
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import resolve
-from tests.unit.megatron_args import parsed
-
-EXPERTS = dict(
-    **dict(num_experts=8, expert_model_parallel_size=2, expert_tensor_parallel_size=1, moe_latent_size=None),
-    **dict(moe_token_dispatcher_type="alltoall", moe_flex_dispatcher_backend="deepep"),
-    **dict(moe_pad_expert_input_to_capacity=False, tensor_model_parallel_size=1),
-)
+from tests.unit.megatron_args import EXPERTS, parsed
 
 
 def resolved(*flags: str, **megatron):
     """The config and the arguments of a run with experts."""
-    args = parsed(*flags, **EXPERTS | megatron)
+    args = parsed(*flags, **EXPERTS | dict(tensor_model_parallel_size=1) | megatron)
     return resolve(args), args
 
 

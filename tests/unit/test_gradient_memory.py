@@ -64,12 +64,7 @@ def test_the_same_layout_restores_every_tensor() -> None:
 @pytest.mark.parametrize(
     ("spec", "saved", "layout", "said"),
     [
-        (
-            "tagc",
-            "tagc",
-            {"numel": 9},
-            "other ranks, nodes, buckets or parameters: the memory of tagc starts",
-        ),
+        ("tagc", "tagc", {"numel": 9}, "ranks, nodes, buckets or parameters: the memory of tagc starts"),
         ("tagc", "tagc:bits=8", {}, "tagc:bits=8 saved its memory: the memory of tagc starts from zero"),
         ("tagc", None, {}, "holds no memory of gradients: the memory of tagc starts from zero"),
         (None, "tagc", {}, "the memory that tagc saved is dropped"),

@@ -131,10 +131,7 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
         ({"multi_latent_attention": True}, "--multi-latent-attention has"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
         ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-            "--recompute-modules mlp",
-        ),
+        (CORE_AGAIN | {"recompute_modules": ["core_attn", "mlp"]}, "--recompute-modules mlp"),
     ],
 )
 def test_refusals(megatron: dict, reason: str) -> None:

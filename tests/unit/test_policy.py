@@ -99,10 +99,7 @@ SENT = [
         ({"compression": "int8;@2=int4", "layers": "0-1"}, ["--tp-compression @2=int4"]),
         ({"compression": "int8;fc2@0=int4; fc2=int6"}, ["--tp-compression fc2@0=int4"]),
         ({"compression": "int8;fc1=int4", "backward": "int8"}, ["--tp-compression fc1=int4"]),
-        (
-            {"compression": "int8", "backward": "int8;fc1=int6;fc2=int6"},
-            ["--tp-compression BACKWARD fc2=int6"],
-        ),
+        ({"compression": "int8", "backward": "int8;fc2=int6"}, ["--tp-compression BACKWARD fc2=int6"]),
         ({"compression": "int8", "layers": "0, 7-8"}, ["--tp-compression-layers 7-8"]),
         ({"overlap": "halves"}, []),
     ],

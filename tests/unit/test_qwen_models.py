@@ -167,12 +167,7 @@ class Chunk(torch.nn.Module):
 
     def __init__(self, model: DenseModel) -> None:
         super().__init__()
-        rows = {
-            "linear_qkv": (HEADS + 2 * GROUPS) * HEAD_DIM,
-            "linear_fc1": 28,
-            "word_emb": 12,
-            "output_l": 12,
-        }
+        rows = {"linear_qkv": 40, "linear_fc1": 28, "word_emb": 12, "output_l": 12}
         for name in weights.sources(model):
             module = self
             *path, last = name.split(".")

@@ -8,7 +8,7 @@ import pytest
 from megatron.compression import CompressionConfigError, parse_codec
 from megatron.compression.codecs.recipes import FLAGS, NAMED, RECIPES, TACO_PAPER
 from megatron.compression.flags import resolve
-from tests.unit.megatron_args import parsed
+from tests.unit.megatron_args import EXPERTS, parsed
 
 ACCURACY = (Path(__file__).parents[2] / "docs" / "results" / "accuracy.md").read_text()
 TENSOR = ("int6-quadratic", "int8-nearest", "int6655-quadratic", "int5655-quadratic", "int5-quadratic")
@@ -52,10 +52,7 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
     """It is stored as what it stands for; a second codec wins over the recipe's."""
     dimension, recipe = NAMED[name]
     flag = FLAGS[dimension]
-    more = dict(num_experts=4, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
-    more |= dict(moe_token_dispatcher_type="alltoall", moe_latent_size=None)
-    more |= dict(moe_pad_expert_input_to_capacity=False)
-    config = getattr(resolve(parsed(flag, name, **more)), dimension)
+    config = getattr(resolve(parsed(flag, name, **EXPERTS)), dimension)
     assert config.compression == recipe.compression and getattr(config, "backward", None) == recipe.backward
     if dimension == "tensor_parallel":
         config = resolve(parsed(flag, f"{name};fc2=tensor-8bit;@0=int8")).tensor_parallel
@@ -67,16 +64,10 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            "--tp-compression auto",
-            "auto: give the recipe tensor-6bit or tensor-8bit, or let the run measure with",
-        ),
+        ("--tp-compression auto", "auto: give the recipe tensor-6bit or tensor-8bit, or let the run"),
         ("--pp-compression auto", "give the recipe pipeline-6bit, or let the run"),
         ("--cp-compression auto", "give a codec such as int8, or let the run"),
-        (
-            "--tp-compression pipeline-6bit",
-            "--pp-compression; --tp-compression has tensor-6bit and tensor-8bit",
-        ),
+        ("--tp-compression pipeline-6bit", "--pp-compression; --tp-compression has tensor-6bit"),
         ("--cp-compression tensor-8bit", "--cp-compression tensor-8bit: that recipe belongs to --tp-comp"),
         ("--tp-compression int8;fc2=gradients-4bit", "that recipe belongs to --dp-compression"),
         ("--pp-compression int8 pipeline-6bit", "stands for both codecs"),

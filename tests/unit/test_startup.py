@@ -45,27 +45,11 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("function", "error", "line"),
         [
-            (
-                "save_checkpoint_and_time",
-                TypeError("not NoneType"),
-                "a loss or a gradient is NaN or infinite",
-            ),
-            (
-                "build_pretraining_data_loader",
-                AssertionError("no sample to consume: 0"),
-                "no sample to consume: 0",
-            ),
+            ("save_checkpoint_and_time", TypeError("not NoneType"), "a loss or a gradient is NaN or infini"),
+            ("build_pretraining_data_loader", AssertionError("no sample to cons"), "no sample to cons"),
             ("validate_args", AssertionError("kv_channels"), "kv_channels"),
-            (
-                "forward",
-                ModuleNotFoundError("", name="emerging_x"),
-                "emerging_x is not installed: pip install emer",
-            ),
-            (
-                "forward",
-                RuntimeError("[tcp] Connection closed by peer"),
-                "lost the connection to another rank",
-            ),
+            ("forward", ModuleNotFoundError("", name="emerging_x"), "emerging_x is not installed: pip"),
+            ("forward", RuntimeError("[tcp] Connection closed by peer"), "lost the connection to another"),
             ("forward", RuntimeError("Timed out waiting 60 ms"), "another rank did not answer"),
         ],
     )
