@@ -78,14 +78,6 @@ def test_layouts_train_the_same_function(runs: Runs, layout: str) -> None:
         assert run.losses[iteration] == pytest.approx(loss, rel=2e-6)
 
 
-def test_resume_is_bitwise(runs: Runs) -> None:
-    """From the checkpoint of iteration 2 to the same parameters."""
-    run = runs.train(*TP2, *HALF, *NO_DROPOUT, "--load", str(runs.saved), "--ckpt-step", "2")
-    assert set(run.losses) == {3, 4}
-    for rank, resumed in zip(runs.plain.ranks, run.ranks, strict=True):
-        assert resumed.parameters == rank.parameters
-
-
 def test_other_models_are_refused(runs: Runs) -> None:
     """A checkpoint loaded as another function of its weights: one line that says so."""
     run = runs.train(*TP2, "--load", str(runs.saved), check=False)

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.spawn import spawn
 from tests.distributed.test_latent_attention import LATENT
-from tests.distributed.tiny_gpt import VOCABULARY, batch, device_of, transformer_config
+from tests.distributed.tiny_gpt import batch, build_gpt, device_of, transformer_config
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 EXPERTS = dict(
@@ -38,11 +38,7 @@ CODECS = ("none", "identity", "int8:group=64")
 
 def _build(sizes: tuple[int, int, int], settings: dict):
     """The tiny model of this rank; the same weights each time."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
-
-    from megatron.compression.setup import gpt_layer_spec
 
     tensor, expert_tensor, expert = sizes
     torch.manual_seed(7)
@@ -52,16 +48,7 @@ def _build(sizes: tuple[int, int, int], settings: dict):
         expert_model_parallel_size=expert,
         sequence_parallel=tensor > 1,
     )
-    config = GPTModelConfig(
-        transformer=transformer_config(tensor, **EXPERTS | layout | settings),
-        transformer_layer_spec=gpt_layer_spec,
-        vocab_size=VOCABULARY,
-        seq_length=32,
-        share_embeddings_and_output_weights=False,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
-    return model.to(device_of(0))
+    return build_gpt(transformer_config(tensor, **EXPERTS | layout | settings)).to(device_of(0))
 
 
 def _pass(model, replica: int, few: bool) -> tuple[float, dict[str, torch.Tensor]]:

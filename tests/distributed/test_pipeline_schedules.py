@@ -312,40 +312,24 @@ def _build(rank: int, case: Case) -> list:
     """The chunks of this rank: torch-native layers."""
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-    from megatron.compression.torch_native.spec import block_spec
-    from tests.distributed.tiny_gpt import VOCABULARY, device_of, transformer_config
-
-    def layers(config, vp_stage=None):
-        return block_spec(config.transformer, vp_stage)
+    from tests.distributed.tiny_gpt import build_gpt, device_of, transformer_config
 
     transformer = transformer_config(
         case.tensor,
         num_layers=case.layers,
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.virtual,
-        pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=True,
-        deterministic_mode=True,
+        **dict(pipeline_dtype=torch.float32, deallocate_pipeline_outputs=True, deterministic_mode=True),
         **case.changes,
     )
-    config = GPTModelConfig(
-        transformer=transformer,
-        transformer_layer_spec=layers,
-        vocab_size=VOCABULARY,
-        seq_length=SEQUENCE,
-        share_embeddings_and_output_weights=False,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks = []
     for stage in range(case.virtual or 1):
         vp_stage = stage if case.virtual else None
         torch.manual_seed(7 + stage)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunk = GPTModelBuilder(config).build_model(groups, first, last, vp_stage)
+        chunk = build_gpt(transformer, first, last, vp_stage)
         chunk.model_type = ModelType.encoder_or_decoder
         chunks.append(chunk.to(device_of(rank)))
     return chunks

@@ -1,13 +1,10 @@
-"""A gradient compressor outside the packages (examples/powersgd.py): it learns, resumes, and is counted."""
+"""A gradient compressor outside the packages (examples/powersgd.py): it learns, and is counted."""
 
-import shutil
 from collections import Counter
 from dataclasses import replace
 
 import torch
 
-from tests.distributed.forked import pretrain
-from tests.distributed.launch import tiny_flags
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start, train
 from tests.distributed.transport_audit import TransportAudit
@@ -77,21 +74,3 @@ def _check_state_and_damage(rank: int, training: Training) -> None:
 
 def test_training() -> None:
     spawn(training_worker, 2)
-
-
-def test_resume(tmp_path) -> None:
-    """Six iterations at once, and four and two."""
-
-    def run(*flags: str):
-        flags = ("--bf16", "--use-distributed-optimizer", "--dp-compression", f"{NAME}:rank=2", *flags)
-        return pretrain(*tiny_flags(*flags, train_iters="6"), ranks=2, directory=tmp_path)
-
-    saved = tmp_path / "checkpoints"
-    whole = run("--save", str(saved), "--save-interval", "4")
-    assert "gradients as products of matrices of 2 columns, with a memory" in whole.output
-    shutil.rmtree(saved / "iter_0000006")
-    (saved / "latest_checkpointed_iteration.txt").write_text("4")
-    resumed = run("--load", str(saved))
-    assert f"{NAME}:rank=2: every rank restored its memory" in resumed.output
-    assert [rank.parameters for rank in resumed.ranks] == [rank.parameters for rank in whole.ranks]
-    assert resumed.losses[6] == whole.losses[6]

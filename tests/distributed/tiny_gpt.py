@@ -104,6 +104,25 @@ def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **ch
     return kind(**{**settings, **changes})
 
 
+def build_gpt(transformer, first=True, last=True, vp_stage=None, tied=False, positions="learned_absolute"):
+    """A model, or a stage of one, of torch-native layers or those that the ``TransformerConfig`` names."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+    from megatron.compression.setup import gpt_layer_spec
+
+    config = GPTModelConfig(
+        transformer=transformer,
+        transformer_layer_spec=gpt_layer_spec,
+        vocab_size=VOCABULARY,
+        seq_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type=positions,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModelBuilder(config).build_model(groups, first, last, vp_stage)
+
+
 def build_tiny_gpt(
     rank: int,
     world_size: int,
@@ -119,24 +138,11 @@ def build_tiny_gpt(
     ``start_model_parallel`` must have run. ``tied``: the output layer's weights are the word embeddings.
     ``attach``: False leaves the model as Megatron makes it. ``positions``: as ``--position-embedding-type``.
     """
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
-
     from megatron.compression.caat_net import hooks as caat_net
-    from megatron.compression.setup import gpt_layer_spec
     from megatron.compression.tensor_parallel import hooks
 
     torch.manual_seed(7)
-    config = GPTModelConfig(
-        transformer=transformer_config(world_size, dtype, **changes),
-        transformer_layer_spec=gpt_layer_spec,
-        vocab_size=VOCABULARY,
-        seq_length=SEQUENCE,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type=positions,
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = GPTModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
+    model = build_gpt(transformer_config(world_size, dtype, **changes), tied=tied, positions=positions)
     if attach:
         hooks.TensorParallel(run.config, run).attach([model])
     if run.caat_net.enabled:
