@@ -13,6 +13,8 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -97,7 +99,6 @@ def run(rank: int, world_size: int, directory: str, made: list[tuple]) -> None:
     """Run every collective on this rank, over files that all ranks map, and compare."""
     import torch
 
-    from taco_kernels.symmetric_memory import collectives
     from taco_kernels.symmetric_memory.channel import Channel, channel_bytes
 
     memories = []
@@ -106,20 +107,28 @@ def run(rank: int, world_size: int, directory: str, made: list[tuple]) -> None:
             memories.append(mmap.mmap(file.fileno(), channel_bytes(world_size, 2)))
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
     channel = Channel(addresses, rank, torch.device("cpu"), 2, timeout=200.0)
-    for config, other, xs, sums, gathered, scattered, wires in made:
-        x = xs[rank]
-        results = [
-            (collectives.all_reduce(channel, x, config), sums[0]),
-            (collectives.all_reduce(channel, x, config, config_out=other), sums[1]),
-            (collectives.all_gather_encoded(channel, wires[rank], x.shape, x.dtype, config), gathered),
-            (collectives.reduce_scatter(channel, x, config), scattered[rank]),
-            (collectives.all_reduce(channel, x, config), sums[0]),
-        ]
-        for number, (result, wanted) in enumerate(results):
-            assert torch.equal(result.isnan(), wanted.isnan()), (rank, config, number)
-            assert torch.equal(result.nan_to_num(), wanted.nan_to_num()), (rank, config, number)
-            assert wanted.isnan().any() or number == 3, "a NaN stays visible"
+    for number, case in enumerate(made):
+        results = collective_results(channel, rank, case)
+        if case[0].outliers:  # whose tiles take long
+            results = islice(results, 4 if number == 0 else 2)
+        for result, wanted in results:
+            assert torch.equal(result.isnan(), wanted.isnan()), (rank, case[0])
+            assert torch.equal(result.nan_to_num(), wanted.nan_to_num()), (rank, case[0])
     print("ok", flush=True)
+
+
+def collective_results(channel, rank: int, case: tuple) -> Iterator[tuple]:
+    """What this rank has, and should have; a NaN stays visible."""
+    from taco_kernels.symmetric_memory import collectives
+
+    config, other, xs, sums, gathered, scattered, wires = case
+    x = xs[rank]
+    assert all(wanted.isnan().any() for wanted in (*sums, gathered, scattered[0]))
+    yield collectives.all_reduce(channel, x, config), sums[0]
+    yield collectives.reduce_scatter(channel, x, config), scattered[rank]
+    yield collectives.all_reduce(channel, x, config, config_out=other), sums[1]
+    yield collectives.all_gather_encoded(channel, wires[rank], x.shape, x.dtype, config), gathered
+    yield collectives.all_reduce(channel, x, config), sums[0]
 
 
 def main(world_size: int, outliers: bool) -> None:
