@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -247,6 +248,14 @@ def pretrain(
     run.folder = folder
     assert not check or run.returncode == 0, f"exit status {run.returncode}:\n{run.output[-6000:]}"
     return run
+
+
+def go_back_to(iteration: int, saved: Path) -> None:
+    """Let a run that loads from a folder of checkpoints find none after this iteration."""
+    for folder in saved.glob("iter_*"):
+        if int(folder.name.removeprefix("iter_")) > iteration:
+            shutil.rmtree(folder)
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
 def stop(process: psutil.Process) -> None:

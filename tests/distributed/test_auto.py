@@ -2,12 +2,11 @@
 
 import json
 import re
-import shutil
 
 import pytest
 
 from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import go_back_to, tiny_flags
 from tests.distributed.spawn import spawn
 
 SLOW = "tests/distributed/slow_links.py"
@@ -42,8 +41,7 @@ def slow_run(tmp_path_factory):
         *("--save", str(saved), "--save-interval", str(CHECKED)),
     ]
     whole = pretrain(*flags, ranks=2, directory=directory, through=SLOW)
-    shutil.rmtree(saved / f"iter_{CHECKED + 2:07}")
-    (saved / "latest_checkpointed_iteration.txt").write_text(str(CHECKED))
+    go_back_to(CHECKED, saved)
     resumed = pretrain(*flags, "--load", str(saved), ranks=2, directory=directory, through=SLOW)
     return whole, resumed, saved / "compression-auto.json"
 

