@@ -63,9 +63,7 @@ class EmulatedCaatNet:
         )
         partial_sums = torch.stack(sums)
         bias = biases[0] if biases[0] is not None else torch.zeros_like(partial_sums[0, 0, 0])
-        shared = (
-            partial_sums[..., : self.shared].sum(0, keepdim=True).expand_as(partial_sums[..., : self.shared])
-        )
+        shared = partial_sums[..., : self.shared].sum(0).expand(self.world_size, -1, -1, -1)
         private = partial_sums[..., self.shared :] + bias[self.shared :]
         return torch.cat([shared + bias[: self.shared], math.sqrt(self.world_size) * private], dim=-1)
 

@@ -134,9 +134,7 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
 
 def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]:
     """Bytes of all tensors behind each of three training steps, without Python's search for rings."""
-    model = build_tiny_gpt(
-        rank, world_size, run_with("identity"), torch.float32, hidden_dropout=0.1, **changes
-    )
+    model = build_tiny_gpt(rank, world_size, run_with("identity"), hidden_dropout=0.1, **changes)
     prepare(model)
     found = []
     gc.collect()

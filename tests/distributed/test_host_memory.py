@@ -260,9 +260,7 @@ def data_parallel_worker(rank: int, world: int) -> list[str]:
         hops = {
             link: type(topology.carrier(link)) for link in (None, "intra", "inter")[: 3 if node_size else 1]
         }
-        assert [link for link, kind in hops.items() if kind is HostTransport] == [
-            "intra" if node_size else None
-        ]
+        assert [one for one in hops if hops[one] is HostTransport] == ["intra" if node_size else None]
         shared = {link: len(topology.carrier(link).groups) for link in hops}
         assert shared == ({None: 3, "intra": 1, "inter": 3} if node_size else {None: 1})
         check_the_same(topology, find_topology(dist.group.WORLD, node_size))

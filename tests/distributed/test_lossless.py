@@ -11,13 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import (
-    TorchTransport,
-    Transports,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
+from megatron.compression.communication import Transports, all_gather, all_reduce, reduce_scatter
+from megatron.compression.communication.transport import TorchTransport
 from tests.distributed.launch import pretrain
 from tests.distributed.spawn import spawn
 from tests.distributed.test_training import GPT

@@ -236,9 +236,7 @@ def run_cases(rank: int, world_size: int) -> dict:
             results["misfit"] = str(refused.value)
         P2PCommunicator._communicate = original
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
-    )
+    parallel_state.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
     with pytest.raises(CompressionConfigError) as refused:
         _step(rank, Case("ambiguous", 2, virtual=2), "none")
     results["refusal"] = str(refused.value)

@@ -187,9 +187,7 @@ def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
     }
 
 
-def _non_finite_worker(
-    rank: int, world_size: int, sharded: bool, wire: str, node_size: int | None = None
-) -> None:
+def _non_finite_worker(rank: int, world_size: int, sharded: bool, wire: str, node_size=None) -> None:
     sync = make_sync(sharded, torch.float32, node_size=node_size, wire=wire)
     fill(sync, 0, rank)
     sync.start().wait()

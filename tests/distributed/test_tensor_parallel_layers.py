@@ -14,9 +14,7 @@ TOKENS = (SEQUENCE, BATCH) = (16, 2)
 TACO_BOUND = 0.045  # two hops of e4m3 at group 128: 0.026 * sqrt(2), with room for small tensors
 
 
-def _layer(
-    kind: str, sequence_parallel: bool, compressed: bool, world_size: int, codec: str, rank: int, **settings
-):
+def _layer(kind, sequence_parallel, compressed, world_size, codec, rank, **settings):
     """One layer with weights that do not depend on the world size, with or without our subclass."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers as core

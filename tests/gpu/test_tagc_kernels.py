@@ -18,9 +18,7 @@ from taco_kernels.count_sketch.selection import share_threshold
         (17_000_002, 0.2, 16, 2, 0.198),  # rows enough for a running sum of several blocks
     ],
 )
-def test_kernels_reproduce_the_reference(
-    numel: int, share: float, bits: int, senders: int, keep: float
-) -> None:
+def test_kernels_reproduce_the_reference(numel, share, bits, senders, keep) -> None:
     layout = bitmap_sparse.BitmapLayout(numel, share, bits)
     g = torch.Generator().manual_seed(numel)
     x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()

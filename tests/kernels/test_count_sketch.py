@@ -29,9 +29,7 @@ def send(x: torch.Tensor, layout: sketch.SketchLayout, senders: int = 0) -> tupl
     return torch.cat(wires), exponents[0], torch.stack(sent)
 
 
-def receive(
-    wires: torch.Tensor, exponents: torch.Tensor, layout: sketch.SketchLayout, senders: int
-) -> sketch.Decoded:
+def receive(wires, exponents, layout: sketch.SketchLayout, senders: int) -> sketch.Decoded:
     """What the owner makes of the wires."""
     return sketch.decode(*sketch.combine(wires, layout), exponents, layout, senders, SEED)
 
@@ -58,9 +56,7 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
         (40, 16, (200_000,)),
     ],
 )
-def test_decode_is_the_fp32_sum_in_any_order_below_the_bound(
-    senders: int, cell_bits: int, sizes: tuple[int, ...]
-) -> None:
+def test_decode_is_the_fp32_sum_in_any_order_below_the_bound(senders, cell_bits, sizes) -> None:
     for numel in sizes:
         ratio = 4.0 if numel > 100_000 else 1.0
         layout = sketch.SketchLayout(sketch.SketchConfig(ratio=ratio, cell_bits=cell_bits), numel)

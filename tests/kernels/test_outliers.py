@@ -79,11 +79,8 @@ def test_words_are_exact_in_bf16_and_fp16() -> None:
     """Every magnitude comes back from its word; fp32 to 12 bits."""
     g = torch.Generator().manual_seed(1)
     for dtype, within in ((torch.bfloat16, 0.0), (torch.float16, 0.0), (torch.float32, 2**-12)):
-        x = (
-            (torch.randn(4096, generator=g) * 10 ** torch.empty(4096).uniform_(-3, 4, generator=g))
-            .to(dtype)
-            .float()
-        )
+        x = torch.randn(4096, generator=g) * 10 ** torch.empty(4096).uniform_(-3, 4, generator=g)
+        x = x.to(dtype).float()
         words = outliers.words_of(x)
         assert words.min() >= 0
         assert ((outliers.values_of(words).view(-1) - x).abs() <= within * x.abs()).all()

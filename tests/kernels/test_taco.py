@@ -159,13 +159,11 @@ def test_decode_sum_and_decode_sum_encode(format: str, hadamard: bool) -> None:
         wires = torch.cat([tk.encode(x, config) for x in xs])
         parts = [tk.decode(wire[None], config, (numel,), torch.float32) for wire in wires]
         total = tk.decode_sum(wires, config, (numel,), torch.float32)
-        size = sum(p.abs() for p in parts)
-        bound = (
-            torch.nn.functional.pad(size, (0, 4 * group_size - numel)).view(4, -1).amax(1, keepdim=True)
-            * 4e-6
+        size, difference = (
+            torch.nn.functional.pad(x, (0, 4 * group_size - numel)).view(4, -1).abs()
+            for x in (sum(p.abs() for p in parts), total - sum(parts))
         )
-        difference = torch.nn.functional.pad(total - sum(parts), (0, 4 * group_size - numel)).view(4, -1)
-        assert (difference.abs() <= bound).all()
+        assert (difference <= 4e-6 * size.amax(1, keepdim=True)).all()
 
         other = replace(config, format="int4" if format == "int8" else "int8")
         for config_out in (config, other):

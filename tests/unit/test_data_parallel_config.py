@@ -84,9 +84,7 @@ def test_what_the_log_says() -> None:
     assert "gradients sdp4bit, 8.25 bits a value inside a node, 4.25 between nodes" in line
 
 
-@pytest.mark.parametrize(
-    ("wire", "how"), [("packed", "packed, 16 bits each"), ("sketch", "sent as sketches")]
-)
+@pytest.mark.parametrize(("wire", "how"), [("packed", "16 bits each"), ("sketch", "sent as sketches")])
 def test_what_the_log_says_of_tagc(wire: str, how: str) -> None:
     line = _check({"compression": f"tagc:wire={wire}"}).describe()
     assert "weights uncompressed; each rank leaves out 0.8 of its gradients of" in line and line.endswith(how)

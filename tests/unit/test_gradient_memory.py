@@ -71,9 +71,7 @@ def test_the_same_layout_restores_every_tensor() -> None:
         (None, None, {}, None),
     ],
 )
-def test_another_layout_starts_from_zero(
-    spec: str | None, saved: str | None, layout: dict, said: str | None
-) -> None:
+def test_another_layout_starts_from_zero(spec, saved, layout, said) -> None:
     log: list[str] = []
     memory = _memory(spec, log)
     _resume(memory, _saved(saved, **layout))

@@ -255,9 +255,7 @@ def launch(rank: Rank, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "count", "seeds"), [(2, 30, 8), (4, 14, 4)])
-def test_bytes_arrive_in_any_order_of_execution(
-    ranks, world: int, count: int, seeds: int, one_queue: bool
-) -> None:
+def test_bytes_arrive_in_any_order_of_execution(ranks, world, count, seeds, one_queue) -> None:
     """Uneven and empty parts, more than a ring holds, several exchanges under way on two streams, captures
     that fail, and replays on any stream between them."""
     for seed in range(seeds):

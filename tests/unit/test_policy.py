@@ -12,9 +12,7 @@ from megatron.compression.tensor_parallel.config import TensorParallelConfig
 LARGE = 2**21
 
 
-def _policy(
-    now=lambda: 0, *, validate_uncompressed: bool = False, bound=None, start: int = 0, **settings
-) -> Policy:
+def _policy(now=lambda: 0, *, validate_uncompressed=False, bound=None, start=0, **settings) -> Policy:
     config = TensorParallelConfig(**{"compression": "taco", "min_mb": 1.0, **settings})
     rules = {**config.rules(start), **DataParallelConfig(compression="int8").rules(start)}
     return Policy(rules, Ledger(), now, validate_uncompressed, bound or ErrorMeter())

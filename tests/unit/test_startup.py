@@ -71,9 +71,7 @@ class TestErrors:
             assert line is not None and line.startswith(f"--save {tmp_path}: no space left")
         error = raised("save_checkpoint", RuntimeError("basic_ios::clear: iostream error"))
         for free, explained in ((2**20, True), (2**40, False)):
-            monkeypatch.setattr(
-                checkpoints.shutil, "disk_usage", lambda folder, free=free: Namespace(free=free)
-            )
+            monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _, free=free: Namespace(free=free))
             assert (explain(error, args) is not None) == explained
 
 

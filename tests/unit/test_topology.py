@@ -53,9 +53,7 @@ def test_nodes_by_what_ranks_say_and_the_names_of_their_hosts(sizes, hosts, node
         (2, 3, "all_to_all", 480, 720),  # of five peers, two are on the same node
     ],
 )
-def test_bytes_inside_and_between_nodes(
-    nodes: int, local: int, operation: str, inside: int, between: int
-) -> None:
+def test_bytes_inside_and_between_nodes(nodes, local, operation, inside, between) -> None:
     topology = Topology(None, nodes, local)
     assert topology.split(operation, 1200) == {"intra": inside, "inter": between}
 
@@ -77,9 +75,7 @@ NO_PEERS = "no peer access"
         ("host", "", "several hosts", None, None, "host is not possible: several hosts; use auto"),
     ],
 )
-def test_what_carries_payloads_inside_a_host(
-    choice, disabled, apart, strangers, through_host, words, monkeypatch
-) -> None:
+def test_what_carries_payloads(choice, disabled, apart, strangers, through_host, words, monkeypatch):
     """Data parallelism's, by the rule of all groups without fused kernels."""
     where = "megatron.compression.communication.transport._disabled"
     monkeypatch.setattr(where, lambda group: set(disabled.split()))
