@@ -103,10 +103,19 @@ def learning_worker(rank: int, ranks: int) -> None:
     int8 = train(model, 40)
     assert int8 != plain and close(int8, plain, 0.1)
     assert kinds(compression, "dp.gradient") == {"compressed"}
+    models, lines = [build(), build()], []
+    for one in models:
+        attach(one, "lossless", "int8", start_iteration=1, say=lines.append)
+    optimizer = torch.optim.SGD([p for one in models for p in one.parameters()])
+    for _ in range(3):
+        sum(one(torch.ones(1, WIDTH, device=DEVICE)).sum() for one in models).backward()
+        optimizer.step()
+    assert len(lines) == 2 * 2, "no audit takes one model's traffic for the other's"
 
 
 def test_losses() -> None:
-    """40 steps: those of lossless gathers are equal to the last bit, nested modules too; int8 is near."""
+    """40 steps: those of lossless gathers are equal to the last bit, nested modules too; int8 is near. Two
+    models in one loop."""
     spawn(learning_worker, 2)
 
 
@@ -233,10 +242,12 @@ def refusal_worker(rank: int, ranks: int) -> None:
     fp16 = MixedPrecisionPolicy(param_dtype=torch.float16)
     for options, given, message in (
         ({"offload_policy": CPUOffloadPolicy()}, {}, "2.weight is offloaded to CPU; drop CPUOff"),
-        ({"policy": fp16}, {}, "gathers fp16, whose exponents lossless"),
+        ({"policy": fp16}, {}, "gathers neither bf16 nor fp32, which lossless shortens"),
         ({"policy": fp16}, {"gather": "none", "reduce": "tagc"}, "has fp16 gradients, whose scale"),
         ({}, {"gather": "tagc"}, "^gather tagc: .*: give it to reduce"),
         ({}, {"reduce": "lossless"}, "^reduce lossless: under FSDP2 the host would wait"),
+        ({}, {"gather": "tah-quant"}, "^gather tah-quant needs tokens and channels"),
+        ({}, {"start_iteration": -1}, "^start_iteration -1 must be"),
         ({}, {"reduce": "sdp4bit:outer=int8"}, "drop outer="),
         (None, {}, r"call fully_shard\(\) before it"),
     ):

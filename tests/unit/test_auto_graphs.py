@@ -75,6 +75,17 @@ def test_messages_that_a_graph_holds(graphs, captured) -> None:
     assert found == dimensions[:captured]
 
 
+def test_lossless_is_no_choice_in_graphs() -> None:
+    """It is off there, so that a plan would promise what nobody compresses."""
+    run = Measurement.__new__(Measurement)
+    run.args, run._not_attachable = parsed("--compression", "auto"), {}
+    run.config = resolve(run.args)
+    assert [one.name for one in run._possible("tensor_parallel", 0.0)[0]] == ["lossless"]
+    run.args.cuda_graph_impl = "full_iteration"
+    expected = {}, "not possible: --cuda-graph-impl full_iteration switches lossless off"
+    assert run._possible("tensor_parallel", 0.0) == expected
+
+
 @pytest.fixture
 def begun(monkeypatch):
     """Makes a run with such graphs, which has decided; and the lines that it says."""

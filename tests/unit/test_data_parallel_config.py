@@ -76,6 +76,8 @@ def test_the_outer_hop_has_a_codec_of_its_own(spec: str, inner: str | None, oute
     args = Namespace(**{**_megatron(), **INSTANCES, "data_parallel_size": 4, "context_parallel_size": 1})
     said = f"sums of gradients between the 2 optimizer instances: {outer or 'uncompressed'} (outer=CODEC"
     assert said in config.lines(args)[-1]
+    args.use_torch_fsdp2 = True  # which has no such hop
+    assert said not in "".join(config.lines(args))
 
 
 def test_what_the_log_says() -> None:
@@ -168,7 +170,8 @@ def test_one_of_another_package_has_its_module_for_a_name() -> None:
 @pytest.mark.parametrize("text", ["tah-quant", "int4:normalize=standardize,group=32"])
 @pytest.mark.parametrize("field", ["compression", "weights"])
 def test_codecs_of_tokens_and_channels_are_refused(text: str, field: str) -> None:
-    with pytest.raises(CompressionConfigError, match="needs tokens and channels"):
+    message = f"^DataParallelConfig.{field} .*needs tokens and channels"
+    with pytest.raises(CompressionConfigError, match=message):
         DataParallelConfig(**{field: text})
 
 

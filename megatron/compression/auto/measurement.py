@@ -420,6 +420,8 @@ def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, 
 
     Raises: CompressionConfigError: they do not go with this run.
     """
+    if recipe.exact and args.cuda_graph_impl != "none":
+        raise CompressionConfigError(f"--cuda-graph-impl {args.cuda_graph_impl} switches lossless off")
     part: Any = getattr(config, dimension)
     settings: dict[str, Any] = {"compression": recipe.compression}
     if recipe.backward is not None:

@@ -102,6 +102,11 @@ class BackendAudit:
             self._known.subtract(self._before)
         self._originals = {}
 
+    def abandon(self) -> None:
+        """Stop without a result: the groups also carry what another ledger counts."""
+        self._finished = True
+        self.stop()
+
     def __enter__(self) -> "BackendAudit":
         self.start()
         return self

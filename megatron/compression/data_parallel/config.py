@@ -61,10 +61,14 @@ class DataParallelConfig(DimensionConfig):
             raise CompressionConfigError(
                 f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
             )
-        for codec in (getattr(self.compressor, "codec", None), self.outer_codec, self.weight_codec):
+        for flag, codec in (
+            (self.flag, getattr(self.compressor, "codec", None)),
+            (f"{self.flag} outer=", self.outer_codec),
+            (f"{self.flag} WEIGHTS", self.weight_codec),
+        ):
             if codec is not None and codec.sees_shape:
                 raise CompressionConfigError(
-                    f"--dp-compression {codec.name} needs tokens and channels, not a bucket's; use sdp4bit"
+                    f"{flag} {codec.name} needs tokens and channels, not a bucket's; use int8"
                 )
 
     @property
@@ -215,7 +219,8 @@ class DataParallelConfig(DimensionConfig):
         if self.enabled and getattr(args, "skip_train", False):
             return [f"{self.flag} has nothing to compress here: --skip-train sends no gradients"]
         lines = super().lines(args)
-        if lines and (instances := args.num_distributed_optimizer_instances) > 1:
+        instances = 1 if args.use_torch_fsdp2 else args.num_distributed_optimizer_instances
+        if lines and instances > 1:
             codec = self.outer_codec
             lines.append(
                 f"sums of gradients between the {instances} optimizer instances: "

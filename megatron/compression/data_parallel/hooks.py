@@ -223,7 +223,7 @@ class Gradients(Dimension):
                 check_memory(self.compressor, chunk.config)
                 topology = self.topology if self.config.enabled else find_topology
                 self.fsdp2.append(Fsdp2Compression(chunk.module, self.run, topology, self._say))
-        if not self.config.enabled or self.fsdp2:
+        if not self.config.enabled:
             return
         if all(isinstance(one, MegatronModule) and not isinstance(one, _BaseDataParallel) for one in chunks):
             self._say(
@@ -235,6 +235,8 @@ class Gradients(Dimension):
         if start > self.policy.rule("dp.weight").start_iteration:  # the compressor's own choice
             name = self.compressor.name
             self._say(f"compression: {name}: gradients go uncompressed before iteration {start}")
+        if self.fsdp2:
+            return
         for chunk in chunks:
             if not isinstance(chunk, DistributedDataParallel):
                 raise TypeError(

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,8 @@ def attach(
 
     Raises: CompressionConfigError: a codec, or a setting of FSDP's, that is not covered.
     """
+    if start_iteration < 0:
+        raise CompressionConfigError(f"start_iteration {start_iteration} must be an iteration >= 0")
     names = {"--dp-compression WEIGHTS": "gather", "DataParallelConfig.weights": "gather"}
     names |= {"--dp-compression": "reduce", "DataParallelConfig.compression": "reduce"}
     with renaming(names):
@@ -74,12 +76,15 @@ class Fsdp2Compression:
         topology_of: finds the topology of a process group; called once a group.
     """
 
+    _latest: ClassVar[Callable[[], "Fsdp2Compression | None"]] = lambda: None
+    """Of the model that ran last in this process."""
+
     def __init__(
         self, model: torch.nn.Module, run: Run, topology_of: Callable[..., Topology], say: Any
     ) -> None:
         self.run, self._say = run, say
         self.iteration = 0
-        """Forward passes that began after an optimizer's step."""
+        """Forward passes that began after an optimizer's step; a run that resumes may set it."""
         self.audit: BackendAudit | None = None
         """Compares the first iteration's ledger with what c10d is given."""
         self.gathers: list[WeightGather] = []
@@ -127,13 +132,16 @@ class Fsdp2Compression:
         self._changed = True
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+        latest, Fsdp2Compression._latest = Fsdp2Compression._latest(), weakref.ref(self)
+        if latest not in (None, self) and latest.audit is not None:
+            latest.audit.abandon()  # what this model sends is not in its ledger
         own = [one for gather in self.gathers for one in gather.group.fsdp_params]
         pairs = [(one.sharded_param, one._sharded_local_tensor) for one in own]
         versions = [(id(one), one._version, local._version) for one, local in pairs]
         self._changed |= versions != self._versions
-        self.iteration += self._stepped
-        self._versions, self._stepped = versions, False
-        for line in self.audit.finish() if self.audit is not None and self.iteration else ():
+        stepped, self._stepped, self._versions = self._stepped, False, versions
+        self.iteration += stepped
+        for line in self.audit.finish() if self.audit is not None and stepped else ():
             self._say(f"compression: {line}")
 
     def _refresh(self, gather: WeightGather) -> None:
@@ -207,7 +215,7 @@ def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None, rememb
     own = group.fsdp_params
     dtypes = {group.mp_policy.param_dtype or one.sharded_param.dtype for one in own}
     several = len(dtypes) > 1 or any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own)
-    fp16 = weights is not None and weights.lossless and torch.float16 in dtypes
+    no_room = dtypes - {torch.bfloat16, torch.float32} if weights is not None and weights.lossless else ()
     scaled = remembers and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes)
     hooked = isinstance(group.mesh_info, HSDPMeshInfo) and group._all_reduce_hook is not None
     for found, reason in (
@@ -215,7 +223,7 @@ def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None, rememb
         (isinstance(group._all_gather_comm, WeightGather), "is attached already; attach() once"),
         (hooked, "has the hook that HSDP needs here; drop set_all_reduce_hook()"),
         (weights is not None and several, "gathers several types, or fp8; give gather='none'"),
-        (fp16, "gathers fp16, whose exponents lossless cannot shorten; use bf16, or gather='int8'"),
+        (no_room, "gathers neither bf16 nor fp32, which lossless shortens; use bf16, or gather='int8'"),
         (scaled, "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"),
     ):
         if found:
