@@ -28,7 +28,7 @@ def by_layer(args: Namespace) -> bool:
     return args.cuda_graph_impl in ("local", "transformer_engine")
 
 
-def holds_experts(args: Namespace) -> bool:
+def _holds_experts(args: Namespace) -> bool:
     """Whether a graph holds the exchange of experts' tokens."""
     modules = {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
     return whole_iterations(args) or (by_layer(args) and (not modules or "moe" in modules))
@@ -36,12 +36,12 @@ def holds_experts(args: Namespace) -> bool:
 
 def held_by_layers(args: Namespace) -> set[str]:
     """Dimensions whose messages graphs of layers hold."""
-    return {"tensor_parallel", "context_parallel"} | ({"expert_parallel"} if holds_experts(args) else set())
+    return {"tensor_parallel", "context_parallel"} | ({"expert_parallel"} if _holds_experts(args) else set())
 
 
 def refuse_host_splits(args: Namespace, flag: str) -> None:
     """Raises: CompressionConfigError: a graph would hold an exchange of as many tokens as the router says."""
-    if holds_experts(args) and not args.moe_pad_expert_input_to_capacity:
+    if _holds_experts(args) and not args.moe_pad_expert_input_to_capacity:
         modules = "" if whole_iterations(args) else ", or --cuda-graph-modules without moe"
         raise CompressionConfigError(
             f"--cuda-graph-impl {args.cuda_graph_impl} captures the exchange of experts' tokens, whose "
@@ -59,19 +59,10 @@ def refuse_by_layer(args: Namespace, flag: str, reason: str) -> None:
 
 
 def refuse_later_decisions(args: Namespace, config: Any) -> None:
-    """Refuse what graphs of layers would not follow, since they are captured once.
-
-    Args:
-        config: ``CompressionConfig``.
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
-    if not by_layer(args):
-        return
-    sends = any(
-        (getattr(config, name).enabled and getattr(config, name).ranks(args) > 1) or name in config.auto
-        for name in held_by_layers(args)
-    )
-    if not sends:
+    """Raises: CompressionConfigError: a setting of the ``CompressionConfig`` that graphs of layers would not
+    follow, since they are captured once."""
+    parts = {name: getattr(config, name) for name in held_by_layers(args)} if by_layer(args) else {}
+    if not any((one.enabled and one.ranks(args) > 1) or name in config.auto for name, one in parts.items()):
         return
     # The iteration that is the policy's when layers are captured: Transformer Engine's before an iteration.
     eager = args.cuda_graph_warmup_steps if args.cuda_graph_impl == "transformer_engine" else 1
@@ -94,11 +85,7 @@ def refuse_later_decisions(args: Namespace, config: Any) -> None:
 
 
 def lines(args: Namespace, config: Any) -> list[str]:
-    """For the log: what a graph changes in what is measured.
-
-    Args:
-        config: ``CompressionConfig``.
-    """
+    """For the log: what a graph changes in what a run with this ``CompressionConfig`` measures."""
     if args.cuda_graph_impl == "none" or not config.enabled:
         return []
     if config.error_bound is not None:
@@ -110,11 +97,7 @@ def lines(args: Namespace, config: Any) -> list[str]:
 
 
 def follow(args: Namespace, run: Run, say: Callable[[str], None]) -> None:
-    """Have a run's graphs follow what is decided and measured.
-
-    Args:
-        say: prints a line; called on every rank.
-    """
+    """Have a run's graphs follow what is decided and measured; ``say`` prints a line, on every rank."""
     if args.cuda_graph_impl != "none":
         run.policy.meter.also_first = True
     if whole_iterations(args):
@@ -122,11 +105,7 @@ def follow(args: Namespace, run: Run, say: Callable[[str], None]) -> None:
 
 
 class WholeIterations:
-    """Stands around ``FullCudaGraphWrapper``: captures anew where decisions have changed, and measures.
-
-    Args:
-        say: prints a line; called on every rank.
-    """
+    """Stands around ``FullCudaGraphWrapper``: captures anew where decisions have changed, and measures."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say
@@ -156,11 +135,8 @@ class WholeIterations:
 
 
 def reset(wrapper: Any, stage: str) -> None:
-    """Free the graph of a stage (training, validation); the next pass begins anew with its warm-up steps.
-
-    Args:
-        wrapper: megatron-core's ``FullCudaGraphWrapper``.
-    """
+    """Free the graph of a stage (training, validation) of a ``FullCudaGraphWrapper``; the next pass begins
+    anew with its warm-up steps."""
     from megatron.core import full_cuda_graph  # settings are read without megatron-core, too
 
     if wrapper.cuda_graph[stage] is not None:

@@ -3,13 +3,11 @@
 A kernel here waits for its peers and fills the device, so it keeps out a second one that a peer may be in.
 If two ranks started the same two kernels in different orders, both would wait for ever.
 
-Eager calls wait for the stream of the call before. The calls of one capture form a chain in the same way, and
-the waits become edges of the graph. A replay is one call in the order of the eager ones, so two graphs that
-contain collectives never overlap.
+Eager calls wait for the stream of the call before. The calls of one capture form a chain in the same way. A
+replay is one call in the order of the eager ones, so two graphs that contain collectives never overlap.
 
-NCCL's kernels may overlap with these, on other streams and in parallel branches of a graph, in another order
-on each rank. Program p of a kernel waits for program p of its peers alone: the programs that found room on
-all ranks end and leave theirs to NCCL, which needs few multiprocessors.
+NCCL's kernels may overlap with these in another order on each rank. Program p of a kernel waits for program p
+of its peers alone: those that found room on all ranks end and leave theirs to NCCL.
 """
 
 from functools import lru_cache

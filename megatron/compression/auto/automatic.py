@@ -72,10 +72,8 @@ class Automatic:
         return chunks
 
     def attach_next(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """The same where a model provider makes one chunk after the other: after the last one.
-
-        Not before: building a chunk may be collective (tied embeddings), in another order on each stage.
-        """
+        """The same where a model provider makes one chunk after the other: after the last one, since building
+        a chunk may be collective (tied embeddings), in another order on each stage."""
         self._built += chunks
         if len(self._built) == (self.args.virtual_pipeline_model_parallel_size or 1):
             self.attach_model(self._built)

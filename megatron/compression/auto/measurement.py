@@ -1,10 +1,8 @@
 """Times a run's own messages, uncompressed and through codecs, and decides: in about ``LIMIT`` seconds.
 
-Everything is sent as training sends it: tensor and context parallelism by a ``CommSite``, tokens by what
-replaces their dispatcher's functions, gradients and weights by what a bucket has, stages by the calls of
-megatron-core. All ranks come to the same plan: everything follows from values that are the largest over all
-ranks. Test seam: collectives are called as attributes of ``torch.distributed``, so a test that replaces those
-makes a link slow for timings and training alike.
+Everything is sent as training sends it. All ranks come to the same plan: it follows from values that are the
+largest over all ranks. Collectives are called as attributes of ``torch.distributed``, so that a test that
+replaces those makes a link slow for timings and training alike.
 """
 
 import math
@@ -71,12 +69,8 @@ class Stopwatch:
         return largest(time.perf_counter() - self._began)[0]
 
     def seconds(self, work: Callable[[], object], in_graph: bool = False) -> float:
-        """What one call takes, on the slowest rank: the median of a few trials, after two calls to warm up
-        (kernels are compiled, communicators are made).
-
-        Args:
-            in_graph: time replays of a CUDA graph, where the host launches nothing, if it can be captured.
-        """
+        """What one call takes, on the slowest rank: the median of a few trials, after two calls to warm up;
+        ``in_graph``: of replays of a CUDA graph, if it can be captured."""
         work()
         self._synchronize()
         calls = 1
@@ -373,12 +367,8 @@ class Measurement:
     def _gains(
         self, possible: dict[str, dict[Recipe, dict[str, Rule]]], whole: float
     ) -> dict[str, dict[Recipe, float]]:
-        """The part of an iteration that each recipe saves, by dimension.
-
-        The first of every dimension is timed, so that none goes uncompressed because another one's messages
-        are slow or its kernels cold; then the second ones and so on, as long as the longest so far would fit
-        into the limit.
-        """
+        """The part of an iteration that each recipe saves, by dimension. The first of every dimension is
+        timed; then the second ones and so on, as long as the longest so far would fit into the limit."""
         gains: dict[str, dict[Recipe, float]] = {dimension: {} for dimension in possible}
         rounds = zip_longest(*([(name, *one) for one in known.items()] for name, known in possible.items()))
         now, longest = self.watch.elapsed(), 0.0

@@ -89,14 +89,8 @@ class Workload:
 
 
 def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -> Workload:
-    """What this rank computes and sends in an iteration.
-
-    Args:
-        args: Megatron's, validated.
-        parameters: of this rank.
-        flops: of an iteration over all ranks.
-        gemm_rate: FLOP/s of a GEMM of this model on this rank.
-    """
+    """What this rank, with its ``parameters``, computes and sends in an iteration of ``flops`` over all
+    ranks; ``gemm_rate``: FLOP/s of a GEMM of this model on this rank."""
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     micro = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     bubble = 1 + (stages - 1) / (micro * virtual)
@@ -122,11 +116,8 @@ def _tensor_parallel(
     args: Namespace, micro: int, bubble: float, weight_gemms: float, recomputed: bool
 ) -> list[MessageKind]:
     """Two sums a layer and direction, one of an expert layer without shared experts: what ranks that share an
-    expert send is ``_expert_parallel``'s. In the backward pass they overlap with weight gradients.
-
-    Args:
-        weight_gemms: seconds of an iteration's weight gradients.
-    """
+    expert send is ``_expert_parallel``'s. In the backward pass they overlap with weight gradients, which take
+    ``weight_gemms`` seconds an iteration."""
     if args.tensor_model_parallel_size == 1:
         return []
     layers = -(-args.num_layers // args.pipeline_model_parallel_size)
@@ -177,10 +168,8 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
 
 
 def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[MessageKind]:
-    """Between two stages a micro-batch's activations and another's gradients cross each other.
-
-    In 1F1B's steady state an inner stage has two such exchanges a micro-batch, with its two neighbours, and
-    waits for both; before and after it a message passes every boundary.
+    """Between two stages a micro-batch's activations and another's gradients cross each other: in 1F1B's
+    steady state twice a micro-batch at an inner stage; before and after it a message passes every boundary.
 
     Args:
         chunks: micro-batches times virtual stages.
@@ -214,11 +203,9 @@ def _expert_layers(args: Namespace) -> int:
 
 
 def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[MessageKind]:
-    """Four legs a layer: tokens to their experts and back, and their gradients. A router that drops none is
-    taken to spread them evenly; probabilities and counts are left out.
-
-    They overlap with nothing but shared experts that run together with the dispatcher. ``micro`` counts a
-    pipeline's bubbles in, here and for context parallelism.
+    """Four legs a layer: tokens to their experts and back, and their gradients, spread evenly where none are
+    dropped; probabilities and counts are left out. They overlap with nothing but shared experts that run
+    together with the dispatcher. ``micro`` includes a pipeline's bubbles, here and for context parallelism.
     """
     layers = _expert_layers(args)
     if not layers or args.moe_token_dispatcher_type == "flex" or args.overlap_moe_expert_parallel_comm:

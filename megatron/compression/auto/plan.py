@@ -162,9 +162,8 @@ ROUNDS = 2
 
 
 class Check:
-    """Leaves one dimension after the other uncompressed for a block of iterations, times them, and decides.
-
-    A block has everything on, or one dimension off. Ranks switch by the iteration, which all of them know.
+    """Times blocks of iterations with everything on, or one dimension uncompressed, and decides. Ranks switch
+    by the iteration, which all of them know.
 
     Args:
         dimensions: that are compressed.

@@ -1,8 +1,5 @@
-"""The check of the ledger: what torch.distributed was really given in an iteration, by process group.
-
-The ledger does not know of a layer of the user's own that communicates by itself, which would make every
-ratio look better than it is.
-"""
+"""The check of the ledger: what torch.distributed was given in an iteration, also by layers of the user's own
+that communicate by themselves."""
 
 import functools
 from collections import Counter
@@ -47,17 +44,11 @@ class BackendAudit:
     It wraps the methods of ``ProcessGroup`` meanwhile. Not seen: what does not use torch.distributed
     (symmetric and host memory, Transformer Engine's user buffers).
 
-        audit = BackendAudit(ledger, groups)
-        audit.start_with_first_forward(chunks)      # what sets a run up is not an iteration's traffic
-        ... the first iteration ...
-        for line in audit.finish(): print(line)     # on every rank; nothing from the second call on
-
     Args:
-        ledger: what the counts are compared with.
         groups: asked at the end; by dimension (a key of ``DIMENSIONS``) this rank's process groups, data
-            parallelism's with context parallelism where there is any; experts may have others. Of one rank:
-            not used. The same keys in the same order on all ranks. A group whose ranks are some of a
-            dimension's belongs to it. Dimensions that share ranks (experts and data) are looked at together.
+            parallelism's with context parallelism. The same keys in the same order on all ranks. A group
+            whose ranks are some of a dimension's belongs to it. Dimensions that share ranks (experts and
+            data) are looked at together.
     """
 
     def __init__(self, ledger: Ledger, groups: Callable[[], Mapping[str, Groups]]) -> None:

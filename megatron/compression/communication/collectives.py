@@ -80,11 +80,9 @@ def joined(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 def all_reduce(
     x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
 ) -> Work:
-    """Start to sum ``x`` (any strides; bf16, fp16, fp32; left as it is) over the ranks, in two exchanges.
-
-    Encode one piece a destination (the codec's first hop), all-to-all, decode + sum + encode the own piece
-    (its second), all-gather, decode. ``wait`` gives the sum, of ``x``'s shape and dtype, in a contiguous
-    ``out`` if given.
+    """Start to sum ``x`` (any strides; bf16, fp16, fp32) over the ranks, in two exchanges: encode one piece a
+    destination (the codec's first hop), all-to-all, decode + sum + encode the own piece (its second),
+    all-gather, decode. ``wait`` gives the sum, of ``x``'s shape and dtype, in a contiguous ``out`` if given.
     """
     ranks = transport.world_size
     if ranks == 1 or x.numel() == 0:
@@ -130,11 +128,7 @@ def reduce_scatter(
     x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
 ) -> Work:
     """Start to sum ``x [W * n, ...]`` over the ranks and keep this rank's slice; the first hop encodes.
-
-    ``wait`` gives ``[n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given.
-
-    Raises: ValueError: the first dimension does not divide by the world size.
-    """
+    ``wait`` gives ``[n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
     ranks = transport.world_size
     if x.shape[0] % ranks:
         raise ValueError(
@@ -161,10 +155,8 @@ def reduce_scatter(
 def all_gather(
     x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
 ) -> Work:
-    """Start to concatenate every rank's ``x [n, ...]``; the second hop encodes.
-
-    ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given.
-    """
+    """Start to concatenate every rank's ``x [n, ...]``; the second hop encodes. ``wait`` gives
+    ``[W * n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
     if transport.world_size == 1 or x.numel() == 0:
         full = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
         return Work.completed(full if out is None else out.copy_(full))
@@ -180,12 +172,8 @@ def all_gather_encoded(
     transport: TorchTransport,
     out: torch.Tensor | None = None,
 ) -> Work:
-    """Start to all-gather a tensor of ``shape`` and ``dtype`` that ``codec`` has encoded.
-
-    Args:
-        payload: uint8 ``[1, bytes]`` of this rank's tensor, which is not empty.
-        out: where to put the result, contiguous ``[W * n, ...]``.
-    """
+    """Start to all-gather a tensor of ``shape`` and ``dtype`` that ``codec`` has encoded as uint8
+    ``[1, bytes]``, into a contiguous ``out [W * n, ...]`` if given."""
     if transport.fuses(codec):
         return transport.fused_all_gather(payload, shape, dtype, codec, out)
     gathered, pending = transport.all_gather(payload)

@@ -68,12 +68,8 @@ class Step(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, ...]:
-    """What a rank does in an exchange, in order: each step waits only for earlier steps of other ranks,
-    whatever the sizes, so that nobody waits for ever, even if its two streams run as one.
-
-    Args:
-        to, came: bytes for each rank and from each; a rank's own are left out.
-    """
+    """What a rank does in an exchange of ``to`` and ``came`` bytes for each rank and from each, in order.
+    Each step waits only for earlier steps of other ranks: nobody waits for ever, even on one stream."""
     world, result = len(to), []
     for sends, sizes in ((True, to), (False, came)):
         for distance in range(1, world):
@@ -97,10 +93,8 @@ def largest(world: int) -> int:
 
 
 class CopyEngines(GraphObserver[set[int]]):
-    """Two CUDA streams of copies, with waits for values in memory; the driver's own functions cost
-    a fraction of torch's.
-
-    The streams keep exchanges in order, in a capture too. A replay runs on other streams: it waits for the
+    """Two CUDA streams of copies, with waits for values in memory; the driver's functions cost a fraction of
+    torch's. They keep exchanges in order, in a capture too. A replay runs on other streams: it waits for the
     exchanges before it, and those after it wait for it.
 
     Raises: HostMemoryError: the driver does not know such waits.
@@ -151,7 +145,7 @@ class CopyEngines(GraphObserver[set[int]]):
         observe(self)
 
     def close(self) -> None:
-        """Unregister the memory, which has not been used."""
+        """Unregister the memory."""
         self._driver.cuMemHostUnregister(self._pinned)
 
     def begin(self) -> None:
@@ -217,10 +211,8 @@ class CopyEngines(GraphObserver[set[int]]):
         return _UnderWay(self, [self._recorded(queue) for queue in self._queues], self.captured, kept)
 
     def let_wait(self, events: list[int], captured: set[int] | None) -> None:
-        """Let the current stream wait for events of a capture or, None, of none, which are free then.
-
-        A capture need not wait for others: the device was idle when it began, and its replays wait.
-        """
+        """Let the current stream wait for events of a capture (None: of none), which are free then. A capture
+        need not wait for others: the device was idle when it began, and its replays wait."""
         current = self._current()
         for event in events if captured is self.captured else ():
             check(self._driver.cuStreamWaitEvent(current, event, 0))
@@ -254,9 +246,8 @@ class _UnderWay:
 class HostMemory:
     """Memory that the ranks of a group share, and their exchanges through it. Construction is collective.
 
-    Between any two ranks it has ``SLOTS`` pieces each way: 64 MiB at 2 ranks, 192 at 4, 448 at 8, until the
-    process ends. All ranks make the same exchanges in the same order. If a rank dies the others' streams
-    wait, until the launcher or NCCL's watchdog ends them.
+    It is 64 MiB at 2 ranks, 192 at 4, 448 at 8, until the process ends. All ranks make the same exchanges in
+    the same order. If a rank dies the others' streams wait, until the launcher or a watchdog ends them.
 
     Raises: HostMemoryError: the same on every rank.
     """
@@ -303,10 +294,8 @@ class HostMemory:
         return [word for word, _ in views]
 
     def exchange(self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], kept: Any) -> Any:
-        """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it, parts of ``kept``.
-
-        Returns: a handle, whose ``wait`` lets later work wait for it. What is sent must not change before.
-        """
+        """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it, parts of ``kept``; a
+        handle, whose ``wait`` lets later work wait for it. What is sent must not change before."""
         streams, own = self._streams, self.rank
         streams.begin()
         if sends[own].size:

@@ -59,13 +59,8 @@ LINKS = ("", "intra", "inter")
 
 
 def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
-    """Bytes that one rank sends in one call.
-
-    Args:
-        operation: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or send.
-        buffer_bytes: size of the whole buffer (for all-gather the gathered one, for all-to-all and
-            reduce-scatter the input).
-    """
+    """Bytes that one rank sends in one call over a buffer of ``buffer_bytes``: of an all-gather the gathered
+    one, of an all-to-all and a reduce-scatter the input."""
     if world_size == 1:
         return 0
     if operation in ("broadcast", "send"):
@@ -106,11 +101,8 @@ atexit.register(captures.release)
 
 
 class Ledger:
-    """Counts bytes given to the transport, by phase, traffic, kind, operation and link.
-
-    A compressed operation is recorded in parts: each transport call with what it sends, and once what the
-    uncompressed operation would have sent (``record_plain``).
-    """
+    """Counts bytes given to the transport, by phase, traffic, kind, operation and link. Of a compressed
+    operation: each transport call, and once what the uncompressed one would have sent (``record_plain``)."""
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
@@ -128,11 +120,8 @@ class Ledger:
         link: str = "",
         times: int = 1,
     ) -> None:
-        """Count one transport call, or several alike; in a CUDA graph at each replay.
-
-        Args:
-            plain: what the uncompressed operation would send, 0 where ``record_plain`` says it.
-        """
+        """Count one transport call, or several alike; in a CUDA graph at each replay. ``plain``: what the
+        uncompressed operation would send, 0 where ``record_plain`` says it."""
         if captures.captured is not None:
             captures.captured[self.record, (traffic, kind, operation, sent, plain, link)] += times
             return

@@ -1,9 +1,8 @@
 """The error meter: what codecs do to what each site sends, for the report and for the error bound.
 
-Each rank encodes and decodes a sample of its own tensors, in the last iteration before a log line, and keeps
-sums on the device. With a bound, the ranks that share a site add up their sums at the log line and decide
-alike. Outliers, values of 10^3 to 10^4 times the others' magnitude, hide the error of their neighbours: a
-group that has lost the other 127 has a relative error of 0.9 %. So errors are also measured without outliers.
+Each rank encodes and decodes a sample of its own tensors, in the last iteration before a log line. With a
+bound, the ranks that share a site add up their sums there and decide alike. Errors are also measured without
+outliers, which hide them: a group that has lost the other 127 values has a relative error of 0.9 %.
 """
 
 import math
@@ -63,14 +62,10 @@ class ErrorMeter:
     def measure(
         self, site: str, traffic: str, tensor: torch.Tensor, codec: Codec, bounded: bool = True
     ) -> None:
-        """Encode and decode a sample of ``tensor`` and keep the squared error and signal.
-
-        Groups with a NaN or Inf are left out: overflows of fp16 are the loss scaler's. Nothing is done for an
-        empty tensor or a lossless codec.
+        """Encode and decode a sample of ``tensor`` and keep the squared error and signal. Of two hops of a
+        codec the larger error counts. Groups with a NaN or Inf are left out: they are the loss scaler's.
 
         Args:
-            tensor: what the site is about to encode; bf16, fp16 or fp32.
-            codec: of two hops that differ, the one with the larger error counts.
             bounded: whether the bound concerns it: every rank that shares the site measures it.
         """
         if codec.lossless or not tensor.numel():
@@ -106,14 +101,8 @@ class ErrorMeter:
         self, sharing: dist.ProcessGroup | None = None, stages: dist.ProcessGroup | None = None
     ) -> dict[SiteTraffic, float]:
         """What goes uncompressed from now on, with its error: it has passed the bound since the last call.
-
-        Collective, at every log line; synchronises with the device. Every rank gets all decisions, since any
-        may write the checkpoint.
-
-        Args:
-            sharing: the ranks that hold the same sites; None for this rank alone.
-            stages: those that hold the others; None: there are none.
-        """
+        Collective over ``sharing``, the ranks that hold the same sites, and ``stages``, those that hold the
+        others (None: this rank alone): every rank gets all decisions, since any may write the checkpoint."""
         new = self._over_bound(sharing)
         if stages is not None and stages.size() > 1:
             parts: list[dict] = [{}] * stages.size()
@@ -146,11 +135,8 @@ class ErrorMeter:
         self.tripped = {(site, traffic): error for site, traffic, error in state}
 
     def rows(self) -> list[dict]:
-        """JSON-ready rows in the order of first measurement; synchronises with the device.
-
-        ``ordinary_error`` is the relative error without outliers, ``peak`` the largest value over the median,
-        None where the median was 0.
-        """
+        """JSON-ready rows in the order of first measurement. ``ordinary_error`` is the relative error without
+        outliers, ``peak`` the largest value over the median, None where the median was 0."""
         rows = []
         for (site, traffic), (sums, peaks, samples) in self._seen.items():
             relative, ordinary = (_relative(error, signal) for error, signal in sums.tolist())

@@ -92,11 +92,8 @@ def sum_and_encode(
     into: Codec,
     transport: TorchTransport,
 ) -> tuple[Codec, torch.Tensor]:
-    """``encode`` of the sum over S of uint8 ``[S, rows, bytes]``, by ``into``.
-
-    Args:
-        dtype: of what was encoded; a lossless codec rounds the fp32 sum to it.
-    """
+    """``encode`` of the sum over S of uint8 ``[S, rows, bytes]``, by ``into``; a lossless one rounds it to
+    the ``dtype`` of what was encoded."""
     if not into.lossless:
         return into, codec.decode_sum_encode(payloads, shape, into)
     return encode(into, codec.decode_sum(payloads, shape, dtype), transport)

@@ -72,13 +72,12 @@ class CommSite:
     def message(
         self, traffic: str, operation: str, nbytes: int, decision: Decision | None = None
     ) -> "Message":
-        """What is about to be sent: decided, and counted as what the uncompressed operation would send.
+        """What is about to be sent by an all_reduce, reduce_scatter or all_gather: decided (None: by the
+        policy), and counted as what the uncompressed operation would send.
 
         Args:
-            operation: all_reduce, reduce_scatter or all_gather.
             nbytes: the uncompressed tensor over all ranks (what an all-gather makes, what a reduce-scatter
                 is given).
-            decision: None: the policy's.
         """
         run = self.run
         codec, why = decision or self.decide(traffic, nbytes)
@@ -120,8 +119,8 @@ class Message:
         self.codec, self.why = codec, why
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
-        """Start the operation on ``x``; ``wait`` gives the result, in ``out`` if given. ``x`` stays as it is,
-        unless ``out`` is ``x``."""
+        """Start the operation on ``x``; ``wait`` gives the result, in ``out``, which may be ``x``, if
+        given."""
         site, codec = self.site, self.codec
         compressed, uncompressed = _COLLECTIVES[self.operation]
         if codec is None:
@@ -160,12 +159,8 @@ class Message:
 
 
 def site_name(module_path: str, layer_number: int | None) -> str:
-    """``decoder.layers.0.mlp.linear_fc2`` on a later pipeline stage -> its global layer number.
-
-    Args:
-        module_path: as ``named_modules`` gives it.
-        layer_number: one-based global number of the transformer layer that holds the module, None outside.
-    """
+    """``decoder.layers.0.mlp.linear_fc2`` on a later pipeline stage -> its global layer number, one-based
+    ``layer_number`` of the transformer layer that holds the module, None outside."""
     if layer_number is None:
         return module_path
     return re.sub(r"layers\.\d+", f"layers.{layer_number - 1}", module_path, count=1)

@@ -73,11 +73,8 @@ class Topology:
         return self.nodes > 1 and self.local > 1
 
     def split(self, operation: str, sent: int) -> dict[str, int]:
-        """Bytes that one rank sends in a flat collective of the whole group, inside and between nodes.
-
-        All-to-all: by the number of peers on this node and on others. Rings (all-gather, reduce-scatter,
-        all-reduce): of a ring's edges, one a node leads to another node.
-        """
+        """Bytes that one rank sends in a flat collective of the whole group, inside and between nodes: an
+        all-to-all by the number of peers; of a ring's edges one a node leads to another node."""
         if self.nodes == 1:
             return {INTRA: sent, INTER: 0}
         if operation == "all_to_all":
@@ -90,17 +87,17 @@ class Topology:
         self, ledger: Ledger, traffic: str, kind: str, operation: str, buffer_bytes: int
     ) -> None:
         """Count a flat uncompressed collective of the group, what crosses nodes separately."""
-        sent = bytes_sent(operation, buffer_bytes, self.world_size)
-        for link, part in self.split(operation, sent).items():
-            if part:
-                ledger.record(traffic, kind, operation, part, part, link)
+        for link, part in self._parts(operation, buffer_bytes):
+            ledger.record(traffic, kind, operation, part, part, link)
 
     def record_plain(self, ledger: Ledger, traffic: str, operation: str, buffer_bytes: int) -> None:
         """Say what the uncompressed collective would have sent in place of a compressed one."""
+        for link, part in self._parts(operation, buffer_bytes):
+            ledger.record(traffic, "compressed", f"instead_of_{operation}", 0, part, link)
+
+    def _parts(self, operation: str, buffer_bytes: int) -> list[tuple[str, int]]:
         sent = bytes_sent(operation, buffer_bytes, self.world_size)
-        for link, part in self.split(operation, sent).items():
-            if part:
-                ledger.record(traffic, "compressed", f"instead_of_{operation}", 0, part, link)
+        return [(link, part) for link, part in self.split(operation, sent).items() if part]
 
     def transport(self, ledger: Ledger, traffic: str, link: str | None = None) -> TorchTransport:
         """Payload exchanges counted as compressed, over the whole group or the ranks of a link."""
@@ -166,11 +163,8 @@ def find_topology(
 
 
 def nodes_of(group: dist.ProcessGroup) -> list[int]:
-    """The node of every member, in the group's order. Collective over all ranks of the job.
-
-    By every rank's LOCAL_WORLD_SIZE, which torchrun sets and which nodes may differ in; by the hosts' names
-    where a launcher does not set it, or ranks do not fill one node after the other.
-    """
+    """The node of every member, in the group's order, by torchrun's LOCAL_WORLD_SIZE or the hosts' names; see
+    ``nodes_by_views``. Collective over all ranks of the job."""
     ranks = dist.get_process_group_ranks(group)
     views: list = [None] * dist.get_world_size()
     dist.all_gather_object(views, (os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename))

@@ -166,12 +166,8 @@ def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
 class SymmetricTransport(TorchTransport):
     """Symmetric memory for the payloads of codecs that have a ``fused_config``; torch.distributed for others.
 
-    A collective runs on the current stream, since it fills the device.
-
-    Args:
-        symmetric: ``taco_kernels.symmetric_memory.SymmetricGroup``.
-        on_send: bytes are those stored in the peers' memory without flags, eight bytes a tile; operations are
-            named after the exchanges that they replace.
+    A collective runs on the current stream, since it fills the device. Bytes are those stored in the peers'
+    memory without flags, eight bytes a tile; operations are named after the exchanges that they replace.
     """
 
     overlaps = False
@@ -339,14 +335,11 @@ class Transports:
 
 
 def new_groups(wanted: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-    """Process groups of these ranks. Collective over all ranks of the job, each with its own wishes.
+    """Process groups of these global ranks, also of the same several times. Collective over all ranks of the
+    job: this one is in all that it wants, whose other members want them in the same places of their lists.
 
     Every rank makes every group that any rank wants, in one order. (With ``use_local_synchronization``
     members in different numbers of groups wait for each other forever.)
-
-    Args:
-        wanted: global ranks of each group; this rank is in all of them, and their other members want them in
-            the same places of their lists. The same ranks may come several times.
     """
     everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, [tuple(ranks) for ranks in wanted])
@@ -372,11 +365,8 @@ def _disabled(group: dist.ProcessGroup) -> set[str]:
 
 
 def over_tcp(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL's links between the ranks of a group are TCP sockets. Collective, the same on every rank.
-
-    So they are on several hosts without InfiniBand (or with NCCL_IB_DISABLE=1), and on one host when
-    NCCL_P2P_DISABLE and NCCL_SHM_DISABLE leave nothing else.
-    """
+    """Whether NCCL's links between the ranks of a group are TCP sockets: on several hosts without InfiniBand,
+    and on one host where NCCL's variables leave nothing else. Collective, the same on every rank."""
     if dist.get_backend(group) != "nccl":
         return False
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -10,8 +10,7 @@ class Work:
     """Communication whose first exchange is under way; ``wait`` finishes it.
 
     ``advance`` moves work of several exchanges on, so that each overlaps with other work: start it, launch a
-    GEMM, advance it, launch another GEMM, wait. The exchanges run on the backend's stream, and so overlap
-    with CUDA_DEVICE_MAX_CONNECTIONS=1 as well.
+    GEMM, advance it, launch another GEMM, wait.
 
     Args:
         pending: the exchange in flight, with a ``wait`` of its own (torch.distributed's, or ours); None when

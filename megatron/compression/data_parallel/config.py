@@ -167,10 +167,7 @@ class DataParallelConfig(DimensionConfig):
             _check_repeatable(self.compressor, args)
 
     def check_fsdp2(self) -> None:
-        """Refuse what cannot encode what torch's FSDP2 sends.
-
-        Raises: CompressionConfigError: with the codec, the reason and the fix.
-        """
+        """Raises: CompressionConfigError: a codec that cannot encode what torch's FSDP2 sends."""
         if self.hops[1] is not None:
             raise CompressionConfigError(
                 f"--dp-compression outer={self.hops[1]} is for the distributed optimizer's instances, which "
@@ -250,12 +247,8 @@ def _check_weights(args: Namespace) -> None:
 
 
 def check_memory(compressor: GradientCompressor | None, settings: Any) -> None:
-    """Refuse a memory of gradients whose unit changes from one iteration to the next.
-
-    Args:
-        settings: Megatron's arguments, or a model's ``TransformerConfig``.
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
+    """Raises: CompressionConfigError: a memory of gradients whose unit changes between iterations, by
+    Megatron's arguments or a model's ``TransformerConfig``."""
     if compressor is None or not compressor.has_memory:
         return
     reasons = {

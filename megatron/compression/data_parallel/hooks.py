@@ -43,12 +43,8 @@ from megatron.compression.replicated_parameters import cut_without_mark
 
 
 class InFlight:
-    """Reductions that are under way, which newer ones advance.
-
-    During the backward pass only the hooks of later buckets give an earlier bucket the chance to start its
-    second exchange and to free its buffers. The newest of them is left alone, so that the computation
-    does not wait for an exchange that has just begun.
-    """
+    """Reductions that are under way. The hooks of later buckets start an earlier one's second exchange; the
+    newest is left alone, so that the computation does not wait for an exchange that has just begun."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
@@ -68,9 +64,8 @@ class InFlight:
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """A bucket group whose class was changed after building; Megatron's own calls drive it.
 
-    What it does not compress goes through megatron-core's methods, counted under ``uncompressed_kind``. The
-    outer hop, between optimizer instances, is always its own: megatron-core sees one instance, and returns
-    from the inner hop with a handle to go on from.
+    What it does not compress goes through megatron-core's methods. The outer hop, between optimizer
+    instances, is always its own: megatron-core sees one instance, and gives a handle of the inner hop.
     """
 
     policy: Policy
@@ -180,10 +175,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
 
 
 class Gradients(Dimension):
-    """Gradients and weights of one run: counted without compression, and compressed with it.
-
-    Patches megatron-core: counts its collectives, replaces the masters' copy, aligns replicas.
-    """
+    """Gradients and weights of one run: counted without compression, and compressed with it."""
 
     def __init__(self, config: DataParallelConfig, run: Run, *more: Any) -> None:
         super().__init__(config, run, *more)
@@ -346,11 +338,7 @@ class Gradients(Dimension):
                 group.weight_replicas.append(parts)
 
     def topology(self, ranks: dist.ProcessGroup, part: float = 1.0, whose: str = "a") -> Topology:
-        """The topology of a data-parallel group, found once a group; the first time collectively.
-
-        Args:
-            part: how much of a node's data-parallel ranks are in it.
-        """
+        """The topology of a group with ``part`` of a node's data-parallel ranks; at first collective."""
         if ranks not in self._topologies:
             size = self.config.node_size
             topology = find_topology(ranks, size and max(1, int(size * part)), self._transports)

@@ -21,7 +21,7 @@ from megatron.compression.communication.transport import Transports, over_tcp
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
 from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.dimension import print_on_first_rank, renaming
+from megatron.compression.dimension import naming_arguments, print_on_first_rank, renaming
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.weights import WeightGather
@@ -48,9 +48,8 @@ def attach(
     """
     if start_iteration < 0:
         raise CompressionConfigError(f"start_iteration {start_iteration} must be an iteration >= 0")
-    names = {"--dp-compression WEIGHTS": "gather", "DataParallelConfig.weights": "gather"}
-    names |= {"--dp-compression": "reduce", "DataParallelConfig.compression": "reduce"}
-    with renaming(names):
+    arguments = {"DataParallelConfig.weights": "gather", "DataParallelConfig.compression": "reduce"}
+    with renaming(arguments), naming_arguments():
         config = DataParallelConfig(compression=reduce, weights=gather)
         config.check_fsdp2()
     ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)
@@ -127,8 +126,7 @@ class Fsdp2Compression:
                 say("compression: FSDP2: these ranks share a host: leave it off unless you measure a gain")
 
     def weights_changed(self) -> None:
-        """Look again, at the next forward, whether lossless payloads fit. Collective. Not needed after
-        optimizers and torch's in-place functions, which are noticed."""
+        """Look again whether lossless payloads fit. Collective. Optimizers' changes are noticed without."""
         self._changed = True
 
     def _before_forward(self, module: torch.nn.Module, _: object) -> None:
@@ -180,8 +178,8 @@ class Fsdp2Compression:
         return line + (f"; {misfits} modules do not fit, and are gathered uncompressed" if misfits else "")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What a compressor of gradients remembers, by names of this rank; empty for codecs. With
-        ``load_state_dict`` it is what torch.distributed.checkpoint takes, for the same number of ranks."""
+        """What a compressor of gradients remembers, by names of this rank, for torch.distributed.checkpoint
+        and the same number of ranks; empty for codecs."""
         syncs = self._remembering().items()
         return {f"{key}.{name}": values for key, sync in syncs for name, values in sync.state().items()}
 

@@ -1,9 +1,8 @@
 """Reductions of FSDP2's gradients over a codec or a gradient compressor, in the place of FSDP's own.
 
-FSDP gives a module's gradients as ``[ranks, n]``: row r has rank r's piece of every parameter. To a
-``GradientCompressor`` this is a bucket whose shards are the rows. Under HSDP this rank's row is a second
-bucket, summed over the replicas. FSDP's own all-reduce comes before its all-reduce hook: so the module's mesh
-is set to the dimension of the shards alone, and the hook sums over the replicas.
+FSDP gives a module's gradients as ``[ranks, n]``: to a ``GradientCompressor`` a bucket whose shards are the
+rows. Under HSDP this rank's row is a second bucket, summed over the replicas by FSDP's all-reduce hook. Its
+own all-reduce would come before: so the module's mesh is set to the dimension of the shards alone.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """All-gathers of FSDP2's weights over a codec, in the place of ``fully_shard``'s own.
 
-Each gather encodes the weights as they are, so that nothing can be out of date. Whether lossless payloads fit
-is known before: after a change of the weights all shards are encoded, and the ranks reduce the flags once,
-which the host reads. A shard that did not fit goes uncompressed on all ranks until the next change.
+Each gather encodes the weights as they are. Whether lossless payloads fit is known before: after a change of
+the weights all shards are encoded, and the host reads the ranks' flags once. A shard that did not fit goes
+uncompressed on all ranks until the next change.
 """
 
 from collections.abc import Callable

@@ -63,12 +63,10 @@ def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
 def on_replicated_gradient_sync(
     record: Callable[[int, int], None], after: Callable[[list], None] | None = None
 ) -> None:
-    """Call ``record(buffer_bytes, world_size)`` for the gradients of norms and biases summed over TP ranks.
+    """Call ``record(buffer_bytes, world_size)`` for the gradients of norms and biases summed over TP ranks,
+    and then ``after(chunks)``: all gradients are reduced.
 
-    Then ``after(chunks)``: all gradients of the chunks are reduced.
-
-    Why: under sequence parallelism (and for QK norms) each rank has seen only its part of the data;
-    ``finalize_model_grads`` sums these small gradients itself. Not reached: Megatron-FSDP.
+    Why: ``finalize_model_grads`` sums these small gradients itself. Not reached: Megatron-FSDP.
     """
     # The package has a function of the module's name.
     finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -128,21 +126,16 @@ def through_token_exchange(exchange: Any) -> None:
     ``reduce_scatter`` take the original function first).
 
     Why: the dispatchers' methods permute and sort, and call three functions of their module for the sending
-    alone; shared experts that overlap with the dispatcher call two of them. Not reached:
-    DeepEP, HybridEP and NCCL-EP, whose kernels send.
+    alone, as shared experts do. Not reached: DeepEP, HybridEP and NCCL-EP, whose kernels send.
     """
     moe = "megatron.core.transformer.moe"
     modules = [importlib.import_module(f"{moe}.{name}") for name in ("token_dispatcher", "shared_experts")]
 
-    splits = ("output_split_sizes", "use_global_buffer")
+    given, region = ("input_", "group"), "sequence_parallel_region"
     for name, parameters, take in (
-        ("all_to_all", ("group", "input_", "output_split_sizes_", "input_split_sizes"), exchange.all_to_all),
-        ("gather_from_sequence_parallel_region", ("input_", "group", *splits), exchange.gather),
-        (
-            "reduce_scatter_to_sequence_parallel_region",
-            ("input_", "group", "input_split_sizes"),
-            exchange.reduce_scatter,
-        ),
+        ("all_to_all", (*given, "output_split_sizes_", "input_split_sizes"), exchange.all_to_all),
+        (f"gather_from_{region}", (*given, "output_split_sizes", "use_global_buffer"), exchange.gather),
+        (f"reduce_scatter_to_{region}", (*given, "input_split_sizes"), exchange.reduce_scatter),
     ):
         for module in modules:
             if hasattr(module, name):
@@ -219,11 +212,8 @@ def through_exchanges(exchanges: Any) -> None:
     ``gather`` wrap the originals).
 
     Why: the layers keep their fused norms, fp8 recipes and overlap only if they call the collectives
-    themselves; each module holds them by name. Not reached: attention's context parallelism, which has names
-    of its own; ``LayerNormMLP`` and the operation fuser, which Megatron's layers do not use; userbuffers
-    (``--tp-comm-overlap``).
-
-    Raises: PatchError: TE's functions have other parameters in this version.
+    themselves. Not reached: attention's context parallelism; ``LayerNormMLP`` and the operation fuser, which
+    Megatron's layers do not use; userbuffers (``--tp-comm-overlap``).
     """
     scatter = ("inp", "tp_group", "async_op", "output")
     functions = (

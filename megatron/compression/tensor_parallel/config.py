@@ -144,12 +144,8 @@ class TensorParallelConfig(DimensionConfig):
         }
 
     def unmet_parts(self, messages: Iterable[tuple[str, int | str | None, str]]) -> set[str]:
-        """The parts of the settings by site and layer that name none of these messages.
-
-        Args:
-            messages: site, its layer and traffic class of everything that is sent.
-        Returns: Each part after its flag: ``--tp-compression fc2@output=int8``.
-        """
+        """The parts of the settings by site and layer, such as ``--tp-compression fc2@output=int8``, that
+        name none of ``messages``: site, its layer and traffic class of everything that is sent."""
         if not self.enabled:
             return set()
         layers = parse_layers(self.layers)
@@ -227,10 +223,7 @@ class TensorParallelConfig(DimensionConfig):
 
 @functools.cache
 def parse_layers(text: str, flag: str = _LAYERS) -> frozenset[int | str] | None:
-    """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``.
-
-    Raises: CompressionConfigError: something else than numbers, ranges, embedding, output.
-    """
+    """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``."""
     if text == "all":
         return None
     layers: set[int | str] = set()
@@ -251,10 +244,7 @@ def parse_layers(text: str, flag: str = _LAYERS) -> frozenset[int | str] | None:
 
 @functools.cache
 def parse_choices(text: str, flag: str) -> tuple[Codec | None, tuple[Choice, ...]]:
-    """The codec of all sites, and those of some, last first.
-
-    Raises: CompressionConfigError: a part that is none; the message names the flag.
-    """
+    """The codec of all sites, and those of some, last first."""
     first, *others = text.split(";")
     choices = []
     for part in others:
@@ -271,12 +261,8 @@ def parse_choices(text: str, flag: str) -> tuple[Codec | None, tuple[Choice, ...
 
 
 def check_halves(args: Namespace) -> None:
-    """Refuse what halves of a micro-batch cannot have.
-
-    Args:
-        args: Megatron's, or a ``TransformerConfig``, which has those that would give a wrong gradient.
-    Raises: CompressionConfigError: with the flag, the reason and the fix.
-    """
+    """Raises: CompressionConfigError: what halves of a micro-batch cannot have, of Megatron's arguments or of
+    a ``TransformerConfig``, which has those that would give a wrong gradient."""
     implementation = args.transformer_impl
     if implementation != "local":
         raise CompressionConfigError(

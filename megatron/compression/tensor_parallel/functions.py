@@ -1,8 +1,5 @@
-"""Linear layers of tensor parallelism, whose exchanges overlap with weight gradients.
-
-megatron-core communicates inside its linear's autograd function (all-gather of the input under sequence
-parallelism, all-reduce or reduce-scatter of the input gradient), so linear layers are functions of our own,
-whose collectives go through a site.
+"""Linear layers of tensor parallelism, whose exchanges overlap with weight gradients. megatron-core
+communicates inside its linear's autograd function, so these are functions of our own.
 
 A column-parallel layer's backward sums its input gradient over the ranks, and the backward of the layers
 before it waits for the sum. What can run meanwhile are weight gradients: its own, and that of the
@@ -39,10 +36,8 @@ class InputGradientExchange:
         """Weight gradients that are still to be computed."""
 
     def advance(self) -> None:
-        """Finish the exchange in flight and start the next one, if there is any.
-
-        The last one stays in flight for as long as there is a weight gradient to compute.
-        """
+        """Finish the exchange in flight and start the next one, if there is any; the last one stays in flight
+        for as long as there is a weight gradient to compute."""
         if self.work is not None and self.work.exchanges > min(self.waiting, 1):
             self.work.advance()
 
@@ -53,10 +48,8 @@ class InputGradientExchange:
 
 
 class WeightGradient:
-    """One weight's gradient, computed when the engine comes to its node.
-
-    With ``fusion`` it is added to the weight's main_grad, where there is one.
-    """
+    """One weight's gradient, computed when the engine comes to its node; with ``fusion`` added to
+    main_grad."""
 
     def __init__(self, exchange: InputGradientExchange, weight: torch.Tensor, fusion: bool = False) -> None:
         self.exchange, self.weight, self.fusion = exchange, weight, fusion
@@ -105,13 +98,11 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class DeferredWeightGradient:
-    """The weight gradient of one layer that another layer's exchange overlaps with; shared by the two.
+    """The weight gradient of one layer that another layer's exchange overlaps with; shared by the two. A
+    plain object, so that neither layer is the other's submodule.
 
     The exchanging layer makes the node of the weight: a column-parallel layer that of the row-parallel one
     after it; in CAAT-Net, where row-parallel layers exchange, vice versa.
-
-    Args:
-        layer: whose weight it is; kept in plain Python, so that neither layer is the other's submodule.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -244,12 +235,10 @@ def row_parallel_linear(
     deferred: DeferredWeightGradient | None = None,
     fusion: bool = False,
 ) -> torch.Tensor:
-    """``x @ weight.T`` summed over the ranks: ``[s, b, h_out]``, or ``[s / W, b, h_out]`` with sequence
-    parallelism.
+    """``x [s, b, h_in / W] @ weight.T`` summed over the ranks: ``[s, b, h_out]``, or ``[s / W, b, h_out]``
+    with sequence parallelism.
 
     Args:
-        x: ``[s, b, h_in / W]``.
-        weight: ``[h_out, h_in / W]``.
         deferred: this weight's gradient, if the column-parallel layer before this one has prepared it.
         fusion: add the weight gradient to ``weight.main_grad``.
     """
@@ -265,10 +254,8 @@ def gather(site: CommSite, x: torch.Tensor, traffic: str) -> torch.Tensor:
 
 
 def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> torch.Tensor:
-    """``[s, b, count * n]``: the ``[s, b, n]`` of ranks ``first`` to ``first + count``, concatenated.
-
-    All ranks' are gathered, and the gradient of all is reduce-scattered; both compressed.
-    """
+    """``[s, b, count * n]``: the ``[s, b, n]`` of ranks ``first`` to ``first + count``, of all that are
+    gathered; the gradient of all is reduce-scattered."""
     ranks = site.group.size()
 
     def columns(x: torch.Tensor) -> torch.Tensor:

@@ -220,12 +220,10 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
 
 
 def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> None:
-    """Count what a model chunk's inputs and its loss cost, exact by design, as tp.other.
-
-    Tensor-parallel rank 0 broadcasts the batch to its group, in Megatron's loop. The vocabulary-parallel
-    cross entropy has three fp32 all-reduces of one value a token (maximum, target, sum of exponentials), and
-    so has that of each further token predicted; in training the largest logits and their places are gathered.
-    """
+    """Count what a model chunk's inputs and its loss cost, exact by design, as tp.other: the batch's
+    broadcast in Megatron's loop; three fp32 all-reduces of one value a token in a vocabulary-parallel cross
+    entropy, also of each further token predicted, for which the largest logits and their places are gathered
+    in training."""
     group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
     if group is None or group.size() == 1:
         return

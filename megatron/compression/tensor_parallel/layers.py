@@ -34,13 +34,12 @@ from megatron.compression.tensor_parallel.functions import (
     scatter_tokens,
 )
 
+BOTH = ("tp.forward", "tp.backward")
+
 
 class CompressedRowParallelLinear(RowParallelLinear):
-    """Row-parallel linear layer: attention projection and fc2.
-
-    Compressed: the forward's all-reduce; with sequence parallelism its reduce-scatter and the backward's
-    all-gather.
-    """
+    """Row-parallel linear layer: attention projection and fc2. Compressed: the forward's all-reduce; with
+    sequence parallelism its reduce-scatter and the backward's all-gather."""
 
     site: CommSite | None = None
     deferred: DeferredWeightGradient | None = None
@@ -49,7 +48,7 @@ class CompressedRowParallelLinear(RowParallelLinear):
     @property
     def traffic(self) -> tuple[str, ...]:
         """The traffic classes of this layer's messages."""
-        return ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.forward",)
+        return BOTH if self.sequence_parallel else ("tp.forward",)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
@@ -71,11 +70,8 @@ class CompressedRowParallelLinear(RowParallelLinear):
 
 
 class CompressedColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear layer: qkv, fc1 and the output layer.
-
-    Compressed: the backward's all-reduce of the input gradient; with sequence parallelism the all-gather of
-    the input, forward and backward, and the reduce-scatter of its gradient.
-    """
+    """Column-parallel linear layer: qkv, fc1 and the output layer. Compressed: the all-reduce of the input
+    gradient; with sequence parallelism the input's all-gathers and its gradient's reduce-scatter."""
 
     site: CommSite | None = None
     deferred: DeferredWeightGradient | None = None
@@ -83,8 +79,7 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
 
     @property
     def traffic(self) -> tuple[str, ...]:
-        """The traffic classes of this layer's messages."""
-        return ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.backward",)
+        return BOTH if self.sequence_parallel else ("tp.backward",)
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
@@ -114,8 +109,7 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
 
     @property
     def traffic(self) -> tuple[str, ...]:
-        """The traffic classes of this layer's messages."""
-        return ("tp.forward", "tp.backward") if self.reduce_scatter_embeddings else ("tp.forward",)
+        return BOTH if self.reduce_scatter_embeddings else ("tp.forward",)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Token ids ``[b, s]`` to ``[b, s, h]``, or ``[s / W, b, h]`` with ``reduce_scatter_embeddings``."""
@@ -145,17 +139,13 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
 
 
 class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
-    """Word and position embeddings under sequence parallelism.
-
-    Compressed: the backward's all-gather of the slice that each rank keeps, which only learned positions need
-    (without them the vocabulary embedding scatters itself).
-    """
+    """Word and position embeddings under sequence parallelism. Compressed: the backward's all-gather of the
+    slice that each rank keeps; without learned positions the vocabulary embedding scatters itself."""
 
     site: CommSite | None = None
 
     @property
     def traffic(self) -> tuple[str, ...]:
-        """The traffic classes of this layer's messages."""
         return ("tp.backward",) if self._scatters else ()
 
     @property
@@ -186,14 +176,11 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
 
 
 class CompressedSelfAttention(SelfAttention):
-    """Self-attention of fewer query groups than tensor-parallel ranks.
-
-    Then several ranks share a group's keys and values, and megatron-core gathers the output of ``linear_qkv``
-    over all ranks in every layer. Compressed: that all-gather, and the reduce-scatter of its gradient.
-    """
+    """Self-attention of fewer query groups than tensor-parallel ranks, in which megatron-core gathers the
+    output of ``linear_qkv``. Compressed: that all-gather, and the reduce-scatter of its gradient."""
 
     site: CommSite | None = None
-    traffic = ("tp.forward", "tp.backward")
+    traffic = BOTH
 
     def get_query_key_value_tensors(
         self,
@@ -202,12 +189,8 @@ class CompressedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple:
-        """Queries ``[s, b, heads / W, d]`` and this rank's group's keys and values ``[s, b, 1, d]``.
-
-        Args:
-            hidden_states: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
-            split_qkv: False for the group's columns as they are, and the sizes of their three parts.
-        """
+        """Queries ``[s, b, heads / W, d]`` and this rank's group's keys and values ``[s, b, 1, d]``; without
+        ``split_qkv`` the group's columns as they are, and the sizes of their three parts."""
         inherited = super().get_query_key_value_tensors
         if self.site is None or output_gate:
             return inherited(hidden_states, key_value_states, output_gate, split_qkv)
@@ -249,8 +232,7 @@ class CompressedLatentAttention(MLASelfAttention):
 
     @property
     def traffic(self) -> tuple[str, ...]:
-        """The traffic classes of this layer's messages."""
-        return ("tp.forward", "tp.backward") if self.config.sequence_parallel else ()
+        return BOTH if self.config.sequence_parallel else ()
 
     def get_query_key_value_tensors(self, *args, **kwargs) -> tuple:
         """As megatron-core's."""
@@ -262,11 +244,7 @@ class CompressedPredictionLayer(MultiTokenPredictionLayer):
     the gradient of the tokens that each rank keeps of it under sequence parallelism."""
 
     site: CommSite | None = None
-
-    @property
-    def traffic(self) -> tuple[str, ...]:
-        """The traffic classes of this layer's messages."""
-        return ("tp.forward", "tp.backward") if self.sequence_parallel else ("tp.forward",)
+    traffic = CompressedRowParallelLinear.traffic
 
     def _concat_embeddings(self, *args, **kwargs) -> torch.Tensor:
         return _running(self.site, super()._concat_embeddings, *args, **kwargs)

@@ -73,12 +73,9 @@ def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> T
 
 
 def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[str]:
-    """Adapt the arguments of `--transformer-impl local` to the torch-native modules. Idempotent.
+    """Adapt validated arguments of `--transformer-impl local` to the torch-native modules; what the user gave
+    on the ``command_line`` is kept. `--spec local` becomes no `--spec`: our layer spec is the local one.
 
-    Args:
-        args: after validation, before datasets and configs are built from it. `--spec local`, ours or the
-            user's, becomes no `--spec`: our layer spec is the local one.
-        command_line: the arguments as given: what the user asked for is kept.
     Returns: One line for each value that changed or has no effect, for the log.
     """
     if args.spec == ["local"]:
@@ -93,11 +90,8 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
 
 
 def leave_out_causal_mask(args: Namespace) -> str | None:
-    """Set `--no-create-attention-mask-in-dataloader` where the mask would be the causal one.
-
-    The dataset's [b, 1, s, s] mask differs from the causal one only with `--reset-attention-mask`. Without it
-    torch's flash kernels can run, and it is not sent to tensor-parallel ranks.
-    """
+    """Set `--no-create-attention-mask-in-dataloader` where the mask would be the causal one: without it
+    torch's flash kernels can run, and it is not sent to tensor-parallel ranks."""
     unneeded = args.transformer_impl == "local" and not args.reset_attention_mask
     if not (unneeded and args.create_attention_mask_in_dataloader):
         return None
@@ -145,13 +139,8 @@ def _rotate(t: torch.Tensor, freqs: torch.Tensor, opposite: bool) -> torch.Tenso
 
 
 def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the first ``freqs.shape[-1]`` values of each head by their position's angles.
-
-    Args:
-        t: ``[s, b, heads, head_dim]``.
-        freqs: fp32 angles ``[s, 1, 1, rotated]``, both halves alike; no gradient.
-        interleaved: pair neighbours instead of halves, by megatron-core's unfused path.
-    """
+    """Rotate the first values of each head of ``t [s, b, heads, head_dim]`` by the fp32 angles
+    ``freqs [s, 1, 1, rotated]``, both halves alike; ``interleaved``: by megatron-core's unfused path."""
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
     return WithBackward.apply(t, lambda t: _rotate(t, freqs, False), lambda grad: _rotate(grad, freqs, True))

@@ -17,15 +17,8 @@ except ImportError:
 
 
 def add_product(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """``main_grad += grad_output.T @ x`` by torch, in place; has the signature of apex's functions.
-
-    On CUDA one GEMM (``addmm`` with ``out_dtype``, whose input and output are one tensor, copies nothing);
-    elsewhere the operands are cast to main_grad's dtype.
-
-    Args:
-        x: ``[n, h_in]``; grad_output: ``[n, h_out]``; both bf16, fp16, or of main_grad's dtype.
-        main_grad: ``[h_out, h_in]``, fp32 or of x's dtype; rows of a larger one will do.
-    """
+    """``main_grad [h_out, h_in] += grad_output.T @ x`` by torch, in place; has the signature of apex's
+    functions. On CUDA one GEMM; elsewhere the operands are cast to main_grad's dtype, fp32 or theirs."""
     left = grad_output.t()
     if x.dtype == main_grad.dtype:
         main_grad.addmm_(left, x)
@@ -63,12 +56,8 @@ def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def fill_weight_gradient_slot() -> bool:
-    """Make gradient accumulation fusion, Megatron's default, work without apex. Idempotent.
-
-    Call it before a model is built: column-parallel layers ask then.
-
-    Returns: Whether our function is in the slot.
-    """
+    """Make gradient accumulation fusion, Megatron's default, work without apex in models built from now on;
+    whether our function is in the slot. Idempotent."""
     if _apex is None:
         gaps.fill_weight_gradient_slot(add_product)
     return _apex is None

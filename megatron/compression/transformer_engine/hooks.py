@@ -50,23 +50,15 @@ class WeightGradients(deque[Callable[[], object]]):
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         self.append(compute)
 
-    def compute_one(self) -> None:
-        """Launch the oldest."""
-        self.popleft()()
-
     def flush(self) -> None:
         """Launch all."""
         while self:
-            self.compute_one()
+            self.popleft()()
 
 
 class DeferredStore:
-    """A layer's ``wgrad_store`` (TE's contract: ``delay_wgrad_compute``, ``put``) that defers to the queue.
-
-    Args:
-        may_come_late: whether the layer's next weight gradient is deferred: TE's GEMM has to add it to
-            ``main_grad`` itself.
-    """
+    """A layer's ``wgrad_store`` (TE's contract: ``delay_wgrad_compute``, ``put``) that defers to the queue,
+    where its gradient ``may_come_late``."""
 
     def __init__(self, queue: WeightGradients, may_come_late: Callable[[], bool]) -> None:
         self._queue, self.delay_wgrad_compute = queue, may_come_late
@@ -84,12 +76,9 @@ class Place(NamedTuple):
 
 
 class TransformerEngineLayers:
-    """The layers of one run: while one runs, TE's collectives of its group go through its site.
-
-    Args:
-        run: whose policy and ledger the sites have. Where it compresses gradients and TE adds weights' to
-            ``main_grad``, those are deferred to overlap with an exchange.
-    """
+    """The layers of one run: while one runs, TE's collectives of its group go through its site. Where the run
+    compresses gradients and TE adds weights' to ``main_grad``, those are deferred to overlap with an
+    exchange."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.weight_gradients = run, WeightGradients()
@@ -216,16 +205,14 @@ class TransformerEngineLayers:
     def _uncompressed(
         self, place: Place, original: Callable[..., Result], inp: torch.Tensor, group: Any, **given: Any
     ) -> Result:
-        """TE's own exchange, overlapped with a weight gradient where one is deferred.
-
-        A gather that TE itself starts ahead is left to overlap with the GEMM that TE has for it.
-        """
+        """TE's own exchange, overlapped with a weight gradient where one is deferred, but for a gather that
+        TE itself starts ahead."""
         asynchronous = given.pop("async_op")
         ahead = asynchronous and "quantizer" in given
         if place.traffic != "tp.backward" or ahead or not self.weight_gradients:
             return original(inp, group, async_op=asynchronous, **given)
         result, handle = original(inp, group, async_op=True, **given)
-        self.weight_gradients.compute_one()
+        self.weight_gradients.popleft()()
         if asynchronous or handle is None:
             return result, handle
         handle.wait()
@@ -237,7 +224,7 @@ class TransformerEngineLayers:
         """Overlap a weight gradient, and give TE the tensor that the handle fills."""
         if place.traffic == "tp.backward" and overlap:
             if self.weight_gradients:
-                self.weight_gradients.compute_one()
+                self.weight_gradients.popleft()()
             if work.exchanges > 1:
                 work.advance()  # its second exchange overlaps with the weight gradient that TE computes next
         if asynchronous:
@@ -280,10 +267,7 @@ def _own_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.No
 
 
 def gathered_bytes(gathered: Any) -> int:
-    """Bytes of a gathered fp8 tensor: its data, and the scales of formats that have them by block.
-
-    Raises: TypeError: a tensor whose parts are not known.
-    """
+    """Bytes of a gathered fp8 tensor: its data, and the scales of formats that have them by block."""
     if getattr(gathered, "_data", None) is not None:
         return gathered._data.nbytes
     names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
