@@ -84,9 +84,8 @@ def torchrun(
     **environment: str,
 ) -> None:
     """Run ranks of a script on this host to their end, output to ``log``, each line of it given to ``show``.
+    After ``limit`` seconds the ranks are ended; what ``show`` returns is a new limit from then on.
 
-    Args:
-        limit: seconds after which the ranks are ended; what ``show`` returns is a new limit from then on.
     Raises: RuntimeError: they failed or were ended; has the log's end.
     """
     timer = threading.Timer(0, print)  # never started: until there is a limit
@@ -117,12 +116,8 @@ def torchrun(
 
 
 def train(change: Callable) -> None:
-    """One rank of a run of pretrain_gpt.py, with something changed.
-
-    Args:
-        change: called with Megatron's arguments, what ``compression.enable`` returned, and the model's
-            config, before ``pretrain``.
-    """
+    """One rank of a run of pretrain_gpt.py; ``change`` is called with Megatron's arguments, what
+    ``compression.enable`` returned, and the model's config, before ``pretrain``."""
     from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
 

@@ -1,9 +1,5 @@
-"""Uncompressed collectives over several communicators: the same number for both sides of a comparison.
-
-One communicator does not fill a TCP link; compressed payloads use as many as
-MEGATRON_COMPRESSION_COMMUNICATORS says. Here torch.distributed's functions (and megatron-core's names for
-them) split large tensors into as many parts, a part on each communicator.
-"""
+"""Uncompressed collectives over as many communicators as compressed payloads have: torch.distributed's
+functions (and megatron-core's names for them) split large tensors into parts, one on each communicator."""
 
 from collections.abc import Callable, Iterable, Sequence
 

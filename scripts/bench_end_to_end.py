@@ -12,12 +12,10 @@
 
 A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
 flags after it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
-layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage, so that point-to-point traffic
-weighs as it does between nodes). Flags that are not the script's own go to pretrain_gpt.py, such as
---num-layers. --micro-batches is gradient accumulation. Under data parallelism both of Megatron's overlaps are
-on (--no-overlap: off, as in SDP4Bit's scripts) and gradients are bf16 (--fp32-gradients: Megatron's default).
-MEGATRON_COMPRESSION_NODE_SIZE=n after a setting counts n ranks of this host as a node: one is what ethernet
-stands for. A CAAT-Net ("none --caat-net-sync-fraction 0.5") is another model: compare times, not losses.
+layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage). Flags that are not the script's
+own go to pretrain_gpt.py, such as --num-layers. Under data parallelism both of Megatron's overlaps are on and
+gradients are bf16. MEGATRON_COMPRESSION_NODE_SIZE=n after a setting counts n ranks of this host as a node:
+one is what ethernet stands for. A CAAT-Net is another model: compare times, not losses.
 
 A regime is a kind of link, by NCCL's own switches:
 
@@ -26,14 +24,12 @@ A regime is a kind of link, by NCCL's own switches:
     ethernet    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1: TCP
 
 Settings that differ in their codecs alone share a run where the dimension allows it, a block of iterations
-each, so that they see the same machine, model and weights. Both sides of every comparison use as many
-communicators (--communicators): the uncompressed collectives are split as payloads are, see _split.py.
-"none --compression auto" is a run of its own that decides, and is timed after its check.
+each. Both sides of every comparison use as many communicators: the uncompressed collectives are split as
+payloads are, see _split.py. "none --compression auto" decides in a run of its own, and is timed after that.
 
 --cuda-graphs full_iteration runs both sides of every comparison in CUDA graphs, "none full_iteration" eager
-too. A block then begins with eager iterations and a capture, which are not timed. Per-layer graphs (local)
-are captured once, so that each setting is a run of its own. A row is printed and written to --json when its
-block ends, with the peak memory of a GPU in that block. A run that exceeds --limit is ended: one row is lost.
+too; what comes before a replay is not timed. Per-layer graphs (local) are captured once, so that each setting
+is a run of its own. A row is printed and written to --json when its block ends.
 """
 
 import argparse
@@ -67,12 +63,8 @@ REGIMES: dict[str, dict[str, str]] = {
 }
 WARM_UP = 3
 """Iterations of a block that are not timed; in CUDA graphs the capture follows them."""
-_GRAPHS = [
-    "--no-check-for-nan-in-loss-and-grad",
-    "--cuda-graph-warmup-steps",
-    str(WARM_UP),
-    "--cuda-graph-impl",
-]
+_GRAPHS = ["--no-check-for-nan-in-loss-and-grad", "--cuda-graph-warmup-steps", str(WARM_UP)]
+_GRAPHS += ["--cuda-graph-impl"]
 GRAPHS = {"none": [], "full_iteration": [*_GRAPHS, "full_iteration"], "local": [*_GRAPHS, "local"]}
 """What megatron-core needs for a kind of CUDA graphs."""
 AUTO = ("--compression", "auto")

@@ -103,14 +103,8 @@ def find(results: list[dict], run: dict) -> dict | None:
 def train_missing(
     runs: list[dict], train: Callable[[dict], dict], output: Path, time_limit: float = math.inf
 ) -> list[dict]:
-    """Train what ``results.json`` does not hold yet, one run after the other; the results of ``runs``.
-
-    Args:
-        runs: what decides each run; JSON-ready.
-        train: one training; what it returns is kept with the run. Raises RuntimeError if it fails.
-        output: folder of results.json, and of the table results.md.
-    Raises: SystemExit: a training failed.
-    """
+    """Train what ``results.json`` in ``output`` does not hold yet, one run after the other, and write the
+    table; the results of ``runs``, what decides each run. Raises: SystemExit: a training failed."""
     output.mkdir(parents=True, exist_ok=True)
     file, began, longest = output / "results.json", time.monotonic(), 0.0
     results = json.loads(file.read_text()) if file.exists() else []

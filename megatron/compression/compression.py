@@ -188,12 +188,11 @@ class Compression:
 
 @naming_arguments()
 def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: Any) -> Compression:
-    """Compress what megatron-core models send, in a loop of one's own.
+    """Compress what megatron-core models send, in a loop of one's own; ``options`` as ``Compression`` has
+    them.
 
     Args:
         chunks: the model chunks of this pipeline stage, built by megatron-core and not wrapped.
-        config: what is compressed, and how.
-        options: as ``Compression`` takes them.
 
     Returns: the run's compression. Its ``attach_wrapped`` takes the chunks once they are wrapped by
     DistributedDataParallel; ``step`` is to be called after each iteration.
@@ -212,11 +211,7 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 
 
 def groups_by_dimension(experts: bool) -> dict[str, list[dist.ProcessGroup]]:
-    """This rank's process groups by dimension, for the audit.
-
-    Args:
-        experts: whether the model has experts, which have groups of their own.
-    """
+    """This rank's process groups by dimension, for the audit; ``experts`` have groups of their own."""
     groups = {
         "expert parallel": [],
         "tensor parallel": [parallel_state.get_tensor_model_parallel_group()],

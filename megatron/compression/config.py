@@ -136,10 +136,7 @@ class CompressionConfig:
         return {traffic: rule for part in parts for traffic, rule in part.items()}
 
     def check(self, args: Namespace) -> None:
-        """Refuse what cannot be honoured together with Megatron's flags.
-
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
+        """Raises: CompressionConfigError: what cannot be honoured together with Megatron's flags."""
         for part in self.dimensions:
             part.check(args)
         self.caat_net.check(args)
@@ -156,10 +153,8 @@ class CompressionConfig:
         return {**dataclasses.asdict(self), "auto": list(self.auto)}
 
     def without_user_buffers(self, args: Namespace) -> list[str]:
-        """Switch ``--tp-comm-overlap`` off in Megatron's arguments where it would send past the codecs.
-
-        Returns: A line for the log; none where nothing changes.
-        """
+        """Switch ``--tp-comm-overlap`` off in Megatron's arguments where it would send past the codecs; a
+        line for the log, if so."""
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
         settings = vars(args)
@@ -193,10 +188,7 @@ class CompressionConfig:
 
 
 def from_environment(name: str) -> int | None:
-    """A number >= 1; None where the variable is not set, or empty.
-
-    Raises: CompressionConfigError: it is something else.
-    """
+    """A number >= 1; None where the variable is not set, or empty."""
     text = os.environ.get(name, "")
     if not text:
         return None

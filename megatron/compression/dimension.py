@@ -78,12 +78,8 @@ def print_on_first_rank(line: str) -> None:
 
 
 class Dimension:
-    """What one kind of parallelism attaches to a model; ``Compression`` calls all of them alike.
-
-    Args:
-        config: its settings.
-        say: prints a line; called on every rank.
-    """
+    """What one kind of parallelism attaches to a model; ``say`` prints a line, and is called on every
+    rank."""
 
     def __init__(self, config: Any, run: Run, say: Any = print_on_first_rank) -> None:
         self.config, self.run, self.say = config, run, say
@@ -112,10 +108,7 @@ class Dimension:
 
 
 def codec_of(spec: str | None, flag: str) -> Codec | None:
-    """The codec that a flag's value names; None: uncompressed.
-
-    Raises: CompressionConfigError: there is none; the message names the flag.
-    """
+    """The codec that a flag's value names; None: uncompressed."""
     if spec in (None, "none"):
         return None
     name = spec.partition(":")[0]
@@ -128,7 +121,7 @@ def codec_of(spec: str | None, flag: str) -> Codec | None:
 
 
 def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
-    """Refuse each of Megatron's flags that is set, by ``reasons``: argument -> what it does."""
+    """Refuse Megatron's flags that are set, by ``reasons``: argument -> what it does."""
     for name, reason in reasons.items():
         if getattr(args, name, None):
             raise CompressionConfigError(f"--{name.replace('_', '-')} {reason}; {fix}")
@@ -201,11 +194,7 @@ class DimensionConfig:
         raise NotImplementedError
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
-        """By traffic class, for the policy.
-
-        Args:
-            start_iteration: the first iteration that compresses; None: a compressor's own choice.
-        """
+        """By traffic class, for the policy; a ``start_iteration`` of None is a compressor's own choice."""
         raise NotImplementedError
 
     def check(self, args: Namespace) -> None:

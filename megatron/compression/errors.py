@@ -65,21 +65,16 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def require_extra(module: str, extra: str, needed_by: str) -> None:
-    """Check that a package which comes with an extra of this project is installed.
-
-    Raises: InputError: it is not.
-    """
+    """Raises: InputError: a package which comes with an extra of this project is not installed."""
     if importlib.util.find_spec(module) is None:
         raise InputError(f"{needed_by} needs {module}: pip install 'megatron-taco[{extra}]'")
 
 
 def fail(message: str) -> None:
-    """Print `error: message` and end this process with status 2, without a trace.
-
-    torchrun prints the line last, from the file that it names for this. Every rank usually finds the same
-    problem. The launcher kills the others as soon as one has ended, so the others wait for rank 0 to speak;
-    one that is still alive after that found something rank 0 did not see.
-    """
+    """Print `error: message` and end this process with status 2, without a trace. Every rank usually finds
+    the same problem, so the others wait for rank 0, after which the launcher kills them; one that is still
+    alive found something rank 0 did not see. torchrun prints the line last, from the file that it names for
+    this."""
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
         time.sleep(PEER_GRACE_SECONDS)

@@ -1,9 +1,8 @@
 """Training passes that are repeated without lossless codecs where a payload overflowed.
 
-To see an overflow before it sends, the host would wait for the device, twice an all-reduce. So a training
-step's forward and backward pass notes flags on the device (communication/overflow.py). At its end all ranks
-ask once whether there was an overflow; then the pass is repeated, with the same micro-batches and random
-state, lossless codecs off, and its gradients are the exact ones.
+A training step's forward and backward pass notes flags on the device (communication/overflow.py). At its end
+all ranks ask once whether there was an overflow; then the pass is repeated, with the same micro-batches and
+random state, lossless codecs off, and its gradients are the exact ones.
 """
 
 from argparse import Namespace
@@ -57,10 +56,7 @@ class Repetition:
 
 
 def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[str], None]) -> None:
-    """Have training passes repeated in a run that has a lossless codec; else do nothing.
-
-    Raises: CompressionConfigError: stages are to send lossless payloads, and no pass can be repeated.
-    """
+    """Have training passes repeated in a run that has a lossless codec; else do nothing."""
     rules = run.policy.rules.items()  # updated weights are asked about at the optimizer's step
     if not any(getattr(rule.codec, "lossless", False) for name, rule in rules if name != "dp.weight"):
         return
@@ -77,9 +73,8 @@ def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[
 
 
 def refuse_stages(config: CompressionConfig, reason: str) -> None:
-    """Refuse lossless codecs between pipeline stages where, for a reason, no pass can be repeated.
-
-    Raises: CompressionConfigError."""
+    """Raises: CompressionConfigError: lossless codecs between stages; no pass can be repeated, for a
+    reason."""
     stages = config.pipeline_parallel
     if any(codec is not None and codec.lossless for codec in (stages.forward_codec, stages.backward_codec)):
         raise CompressionConfigError(

@@ -60,14 +60,11 @@ _log = _Log()
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags to Megatron's parser (an ``extra_args_provider``).
+    """Add our flags to Megatron's parser (an ``extra_args_provider``), which may not have them already.
 
-    ``--transformer-impl`` is Transformer Engine where it works and the script says nothing. What the machine
-    lacks (CUDA, apex, Transformer Engine) is adapted in the arguments once they have been
-    validated, each change said in a line. What the user gave and cannot be used ends the process with a line
-    from here on, unless the script catches ``InputError``.
-
-    Raises: InputError: the parser has them already.
+    ``--transformer-impl`` is Transformer Engine where it works and the script says nothing. Validated
+    arguments are adapted to what the machine lacks (CUDA, apex, Transformer Engine), each change said in a
+    line. From here on an ``InputError`` that the script does not catch ends the process with a line.
     """
     if "--taco" in parser._option_string_actions:
         raise InputError("the script has compression's flags itself; drop -m megatron.compression")
@@ -220,11 +217,8 @@ def current_iteration(args: Namespace) -> int:
 
 
 def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
-    """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``.
-
-    Layers of ``--transformer-impl local``, dense and of experts, are built with our layers. Everything else
-    (Transformer Engine, heterogeneous blocks) is megatron-core's own choice.
-    """
+    """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``: our layers for
+    ``--transformer-impl local``, megatron-core's own choice for everything else."""
     transformer = model_config.transformer
     if transformer.transformer_impl != "local" or not is_covered(transformer):
         return default_layer_spec(model_config, vp_stage)

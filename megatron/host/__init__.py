@@ -13,11 +13,8 @@ def is_active() -> bool:
 
 
 def install(training: bool = True) -> bool:
-    """Make Megatron runnable on this machine. Idempotent.
+    """Make Megatron, or without ``training`` megatron-core alone, runnable on this machine. Idempotent.
 
-    Args:
-        training: Megatron's own training loop as well; False leaves megatron.training alone, for loops over
-            megatron-core.
     Returns: True where the CPU stand-ins are in place, False where CUDA is present (nothing replaced).
     """
     global _active

@@ -15,11 +15,8 @@ MICRO_BATCH = 4
 
 
 class Exchange:
-    """Sums the ranks' partial sums, gathers their slices, sends between stages, as a setting says.
-
-    The first hop encodes each rank's partial sum. The second encodes their sum; with sequence parallelism it
-    encodes what is all-gathered: the normalised activations (forward), the gradients of the row-parallel
-    outputs (backward).
+    """Sums the ranks' partial sums, gathers their slices, sends between stages, as a setting says. The first
+    hop encodes each rank's partial sum, the second their sum or, with sequence parallelism, what is gathered.
     """
 
     def __init__(self, setting: Setting) -> None:

@@ -103,34 +103,30 @@ def _view() -> dict:
 class SymmetricGroup:
     """Compressed collectives over symmetric memory for one process group. Construction is collective.
 
-    Calls are stream-ordered like any kernel and never wait on the host. Calls of all groups on a device run
-    one after the other, whatever their streams, and CUDA graphs may contain them (``order.py``). As with
-    NCCL, all ranks of a group make the same calls and replays in the same order. As with any Triton kernel,
-    the first call of a shape must not be in a capture.
+    Calls are stream-ordered and never wait on the host. Those of all groups on a device run one after the
+    other, whatever their streams, and CUDA graphs may contain them (``order.py``). As with NCCL, all ranks of
+    a group make the same calls and replays in the same order. As with any Triton kernel, the first call of a
+    shape must not be in a capture.
 
-    The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
-    on each of 132 multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
+    The memory does not depend on the size of the messages, which pass through it in tiles: on 132
+    multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
 
     Args:
         group: ranks of which ``unavailable_reason`` knows nothing.
-        programs: programs a kernel may use, the same on all ranks; by default what fills the device.
         timeout: seconds that a kernel waits for a peer before it traps, which ends this process's use of the
             device; the next call raises SymmetricMemoryError with the peer's rank. Unless given, the group's
             own (Megatron's ``--distributed-timeout-minutes``).
 
-    Raises:
-        SymmetricMemoryError: the ranks cannot share memory.
+    Raises: SymmetricMemoryError: the ranks cannot share memory.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, programs: int | None = None, timeout: float | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         # Multicast is not used, and setting it up can fail where plain peer access works.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symm_mem
 
         self.device = torch.device("cuda", torch.cuda.current_device())
-        programs = programs or resident_programs(device_number(self.device.index))
+        programs = resident_programs(device_number(self.device.index))
         size = channel_bytes(group.size(), programs)
         problem = handle = None
         try:

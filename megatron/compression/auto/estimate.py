@@ -102,10 +102,7 @@ class Group:
         return cls(ranks, math.gcd(ranks, max(1, cluster.per_node // stride)), cluster)
 
     def seconds(self, operation: str, nbytes: float) -> float:
-        """A collective over a whole buffer of ``nbytes``, as the ledger counts it.
-
-        Over nodes both hops are under way at once, and the slower one counts.
-        """
+        """A collective over a whole buffer of ``nbytes``; over nodes the slower of both hops counts."""
         cluster, nodes = self.cluster, self.ranks // self.local
         if nodes == 1:
             return cluster.intra.seconds(bytes_sent(operation, int(nbytes), self.ranks))
@@ -177,12 +174,7 @@ Row = tuple[str, tuple[float, float], float | None]
 
 
 class Estimate:
-    """Predicted iterations of one layout.
-
-    Args:
-        args: Megatron's, validated, for ``args.world_size`` GPUs.
-        gemm_rate: FLOP/s of a layer's products on one GPU.
-    """
+    """Predicted iterations of one layout of ``args.world_size`` GPUs, each with ``gemm_rate`` FLOP/s."""
 
     def __init__(self, args: Namespace, cluster: Cluster, gemm_rate: float) -> None:
         from megatron.training.training import num_floating_point_operations
@@ -209,12 +201,8 @@ class Estimate:
         return self.work.seconds(times), host
 
     def rows(self, budget: float, named: bool = False) -> list[Row]:
-        """Of the table.
-
-        Args:
-            budget: percent of loss; the last row is what ``auto`` would choose within it.
-            named: whether only recipes with a name have a row.
-        """
+        """Of the table, the last one what ``auto`` would choose within a budget (percent of loss); ``named``:
+        only recipes with a name have a row."""
         rows: list[Row] = [("uncompressed", self.seconds({}), 0.0)]
         gains: dict[str, dict[Recipe, float]] = {}
         rules: dict[tuple[str, Recipe], Mapping[str, Rule]] = {}
@@ -260,10 +248,7 @@ def parameters(args: Namespace) -> int:
 
 
 def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
-    """Megatron's flags and ours, validated by Megatron for so many GPUs.
-
-    Raises: InputError: what Megatron refuses, in one line; no size of the vocabulary.
-    """
+    """Megatron's flags and ours, validated by Megatron for so many GPUs."""
     from megatron import host
 
     host.install()

@@ -47,10 +47,7 @@ class CaatNetConfig:
         return self.sync_fraction < 1
 
     def shared_channels(self, hidden_size: int) -> int:
-        """How many of ``hidden_size`` channels are summed, the first ones.
-
-        Raises: CompressionConfigError: none.
-        """
+        """How many of ``hidden_size`` channels are summed, the first ones; at least one."""
         shared = int(hidden_size * self.sync_fraction)
         if shared == 0:
             raise CompressionConfigError(
@@ -70,10 +67,7 @@ class CaatNetConfig:
         ]
 
     def check(self, args: Namespace) -> None:
-        """Refuse what would compute another function or a wrong gradient.
-
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
+        """Raises: CompressionConfigError: what would compute another function or a wrong gradient."""
         if not self.enabled:
             return
         fraction = f"--caat-net-sync-fraction {self.sync_fraction:g}"
@@ -102,11 +96,8 @@ class CaatNetConfig:
 
 
 def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
-    """Refuse a checkpoint of another function of its weights: of a CAAT-Net the sync fraction and the ranks
-    are part of the model.
-
-    Raises: CompressionConfigError: another sync fraction, or with one below 1 another tensor-parallel size.
-    """
+    """Raises: CompressionConfigError: a checkpoint of another function of its weights: another sync fraction,
+    or with one below 1 another tensor-parallel size."""
     saved, ranks = getattr(checkpoint_args, "caat_net_sync_fraction", 1.0), args.tensor_model_parallel_size
     if saved != args.caat_net_sync_fraction:
         raise CompressionConfigError(

@@ -100,12 +100,9 @@ def _share_weight_gradients(chunk: torch.nn.Module) -> None:
 
 
 def _mark_rank_local(chunk: torch.nn.Module) -> None:
-    """Mark the replicated parameters of a GPT model's transformer block, final norm included.
-
-    Those are norms and the biases of row-parallel layers. The embeddings come before the streams begin, and
-    the output layer is sharded. What is cut without Megatron's mark (the softmax's offsets) is no replica,
-    and megatron-core sums the gradients of the norms of queries and keys itself.
-    """
+    """Mark the replicated parameters of a GPT model's transformer block: norms, the final one included, and
+    the biases of row-parallel layers. What is cut without Megatron's mark (the softmax's offsets) is no
+    replica, and megatron-core sums the gradients of the norms of queries and keys itself."""
     cut = cut_without_mark(chunk)
     for name, parameter in chunk.decoder.named_parameters():
         sharded = parameter in cut or getattr(parameter, "tensor_model_parallel", False)
@@ -114,10 +111,8 @@ def _mark_rank_local(chunk: torch.nn.Module) -> None:
 
 
 def _sum_after_finalizing(config: TransformerConfig, ledger: Ledger) -> None:
-    """Let ``config.finalize_model_grads_func`` sum the marked gradients as well. Idempotent.
-
-    Megatron's training loop keeps a function that is there already.
-    """
+    """Let ``config.finalize_model_grads_func``, which Megatron's loop keeps, sum the marked gradients as
+    well. Idempotent."""
     if not isinstance(config.finalize_model_grads_func, _FinalizeAndSum):
         config.finalize_model_grads_func = _FinalizeAndSum(config.finalize_model_grads_func, ledger)
 
@@ -135,11 +130,7 @@ class _FinalizeAndSum:
 
 
 def sum_rank_local_gradients(model: list[torch.nn.Module], group: dist.ProcessGroup, ledger: Ledger) -> None:
-    """Sum the gradients of all marked parameters over the tensor-parallel group, in one all-reduce.
-
-    Args:
-        model: chunks, wrapped or not; gradients in ``main_grad`` or else ``grad``.
-    """
+    """Sum the gradients of all marked parameters over the tensor-parallel group, in one all-reduce."""
     gradients = []
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
         if parameter.requires_grad and getattr(parameter, _MARK, False):

@@ -142,12 +142,9 @@ class _LinearDeferring(torch.autograd.Function):
 
 
 class PartialRowParallelLinear(CompressedRowParallelLinear):
-    """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward.
-
-    Without a codec the gradient of the shared channels is summed in fp32 whatever its dtype. Its exchange
-    overlaps with the private channels' GEMMs and the weight gradient ``following``, ordered as in
-    tensor_parallel/functions.py.
-    """
+    """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward: without a
+    codec in fp32 whatever the gradient's dtype. The exchange overlaps with the private channels' GEMMs and
+    the weight gradient ``following``, ordered as in tensor_parallel/functions.py."""
 
     shared_channels: int
     following: DeferredWeightGradient | None = None

@@ -23,12 +23,10 @@ Shape = Sequence[int]
 class Codec(abc.ABC):
     """Turns each row of a tensor into a uint8 payload of a size that is known beforehand, and back.
 
-    A codec is pure: no communication, no state, no host synchronisation, so it can be captured in a CUDA
-    graph. Subclasses are frozen dataclasses, entered with ``@register_codec``; three methods are enough
-    (``payload_bytes``, ``encode``, ``decode``), the others have slower definitions here. A row has any shape
-    and any number of values (a codec pads inside). Values that share a scale with a NaN or an infinity decode
-    to numbers that are not finite.
-    """
+    A codec is pure: no communication, no state, no host synchronisation. Subclasses are frozen dataclasses,
+    entered with ``@register_codec``; three methods are enough (``payload_bytes``, ``encode``, ``decode``),
+    the others have slower definitions here. A row has any shape and any number of values (a codec pads
+    inside). Values that share a scale with a NaN or an infinity decode to numbers that are not finite."""
 
     @property
     def sees_shape(self) -> bool:

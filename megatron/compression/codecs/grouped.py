@@ -123,12 +123,8 @@ class TacoCodec(GroupedCodec):
 @register_codec("int4", bits=4)
 @dataclass(frozen=True)
 class IntCodec(GroupedCodec):
-    """Integers of 4 to 8 bits after a Hadamard transform, with one scale a group.
-
-    With ``normalize`` each row is a message of tokens: every channel is centred and divided by its root mean
-    square over the row's tokens first; these statistics are sent too, in bf16. Early in training nearly all
-    of what a pipeline stage sends is a mean that the tokens share.
-    """
+    """Integers of 4 to 8 bits after a Hadamard transform, with one scale a group. With ``normalize`` the
+    statistics of each channel over a row's tokens are sent too, in bf16."""
 
     bits: int
     group: int = 128

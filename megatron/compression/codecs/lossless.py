@@ -1,9 +1,5 @@
-"""Lossless: exponents in fewer bits, every bit comes back.
-
-Whether values fit depends on them, and payloads have a size that is agreed beforehand: that which trained
-tensors need, with some room. A payload whose values did not fit overflows: its flag says so and it decodes to
-zeros. communication/overflow.py has what is sent then.
-"""
+"""Lossless: exponents in fewer bits, every bit comes back. A payload whose values did not fit into the size
+that is agreed beforehand decodes to zeros; communication/overflow.py has what is sent then."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +36,6 @@ class LosslessCodec(Codec):
         return self.message_bytes(shape, torch.bfloat16)
 
     def message_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        """See ``Codec.message_bytes``. Raises ValueError: neither bf16 nor fp32."""
         return self._layout(shape, dtype).payload_bytes
 
     def overflow_flag(self, payloads: torch.Tensor) -> torch.Tensor:
@@ -54,13 +49,11 @@ class LosslessCodec(Codec):
         return self.encode(x.flatten(0, 1)).view(*x.shape[:2], -1)
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """See ``Codec.decode``; ``dtype`` is the one that was encoded."""
         return lossless.decode(payloads, self._layout(shape, dtype)).view(len(payloads), *shape)
 
     def sum_into(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
     ) -> None:
-        """See ``Codec.sum_into``; ``dtype`` is the one that was encoded, that of ``rows`` may be another."""
         layout = self._layout(shape, dtype)
         if len(payloads) == 1 and scale == 1.0 and rows.dtype == dtype:
             lossless.decode(payloads[0], layout, rows)  # a sum may change the payload of a NaN

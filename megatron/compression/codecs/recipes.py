@@ -1,10 +1,9 @@
 """Codecs whose cost in loss is measured: what ``--compression auto`` and the estimate choose among.
 
-Five have names, which stand for them wherever a dimension's flag takes a codec, as in
-``--tp-compression tensor-6bit``. Costs are those of docs/results/accuracy.md, means of two or three seeds
-(context parallelism and 5 bits between stages: one). They were measured without ``outliers=on``, except
-those between stages: it protects models that have outliers, and lowers a codec's error. A setting
-that was better than uncompressed has a cost of 0, which does not say that no bit changes: ``exact`` does.
+Five have names, which stand for them wherever a dimension's flag takes a codec. Costs are those of
+docs/results/accuracy.md, means of two or three seeds (context parallelism and 5 bits between stages: one),
+measured without ``outliers=on``, except between stages. A setting that was better than uncompressed has a
+cost of 0, which does not say that no bit changes: ``exact`` does.
 """
 
 from dataclasses import dataclass
@@ -91,13 +90,8 @@ NAMED: dict[str, tuple[str, Recipe]] = {
 
 
 def expand(flag: str, compression: str, backward: str | None) -> tuple[str, str | None]:
-    """Both specs of a dimension with a recipe's name replaced by its codecs.
-
-    A recipe's own ``backward`` applies where none is given. Each part of a tensor-parallel spec by site may
-    name a recipe.
-
-    Raises: CompressionConfigError: a recipe of another dimension, or ``auto``.
-    """
+    """Both specs of a dimension with a recipe's name, also in parts of a tensor-parallel spec by site,
+    replaced by its codecs. A recipe's own ``backward`` applies where none is given."""
     parts = []
     for part in compression.split(";"):
         site, _, spec = part.partition("=")

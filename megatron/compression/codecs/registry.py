@@ -47,13 +47,8 @@ class Registry:
         """Names that every process knows; those of a module that somebody has imported are not among them."""
 
     def register(self, name: str, **fixed: Any) -> Callable[[type], type]:
-        """A decorator that enters a frozen dataclass under ``name``.
-
-        Args:
-            name: in specs; what ``--...-compression`` takes.
-            fixed: values of fields that the name stands for (``bits=6`` of ``int6``): no settings then.
-        Raises: CompressionConfigError: another class has the name.
-        """
+        """A decorator that enters a frozen dataclass under ``name``, as specs have it; ``fixed``: values of
+        fields that the name stands for (``bits=6`` of ``int6``), which are no settings then."""
 
         def enter(cls: type) -> type:
             held = self._entries.get(name, (cls, {}))[0]
@@ -77,10 +72,7 @@ class Registry:
         return self._entries.get(name)
 
     def parse(self, text: str) -> Any:
-        """The instance that a spec describes.
-
-        Raises: CompressionConfigError: an unknown name or setting, or a value that the class refuses.
-        """
+        """The instance that a spec describes."""
         name, _, settings = text.partition(":")
         found = self.entry(name)
         if found is None and settings and "=" not in settings.partition(":")[0]:

@@ -71,8 +71,8 @@ overflow = Overflow()
 
 
 def encode(codec: Codec, rows: torch.Tensor, transport: TorchTransport) -> tuple[Codec, torch.Tensor]:
-    """What decodes on all ranks of the transport's group, and uint8 ``[rows, bytes]`` of ``[rows, *shape]``:
-    the codec itself, or ``AsIs`` where it is lossless and a rank's values did not fit."""
+    """What decodes on all ranks, the codec or ``AsIs`` where it is lossless and a rank's values did not fit,
+    and uint8 ``[rows, bytes]`` of ``[rows, *shape]``."""
     payloads = codec.encode(rows)
     if not codec.lossless:
         return codec, payloads

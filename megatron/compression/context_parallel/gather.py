@@ -36,11 +36,10 @@ def chunks_of(rank: int, world_size: int) -> tuple[int, int]:
 def gather_sequence(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, site: CommSite | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole sequence, ``[s, b, groups, head_dim]`` each; one collective in each
-    direction. Gradients are summed over the ranks: in their dtype where they go uncompressed, else in fp32.
+    """Keys and values of the whole sequence, ``[s, b, groups, head_dim]`` each, from this rank's chunks; one
+    collective in each direction. Gradients are summed in fp32, uncompressed in their dtype.
 
     Args:
-        key, value: ``[s / W, b, groups, head_dim]``, this rank's chunks; head_dim may differ.
         site: counts, and compresses where its policy says so; None: uncompressed and uncounted.
     """
     # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.

@@ -24,13 +24,7 @@ Syncs = list[tuple[GradientSync, GradientBucket]]
 
 class GradientMemory:
     """Puts the memories of this rank's gradient syncs into checkpoints, and restores them. Built
-    collectively.
-
-    Args:
-        compressor: spec of what compresses gradients; None: nothing with a memory.
-        syncs: every bucket's.
-        say: prints a line.
-    """
+    collectively; a ``compressor`` of None has no memory."""
 
     def __init__(self, compressor: str | None, syncs: Syncs, say: Callable[[str], None]) -> None:
         self._say, self._compressor = say, compressor

@@ -50,10 +50,7 @@ class CodecGradients(GradientCompressor):
 
 
 def parse_gradient_compressor(text: str) -> GradientCompressor:
-    """What a spec of ``--dp-compression`` names: a gradient compressor or a codec.
-
-    Raises: CompressionConfigError: an unknown name or setting, or a value that it refuses.
-    """
+    """What a spec of ``--dp-compression`` names: a gradient compressor or a codec."""
     name = text.partition(":")[0]
     if GRADIENT_COMPRESSORS.entry(name) is None:
         if "/" in text or CODECS.entry(name) is not None:

@@ -65,12 +65,8 @@ class GradientBucket:
     def all_reduce(
         self, values: torch.Tensor, kind: str = "compressed", op: dist.ReduceOp = dist.ReduceOp.SUM
     ) -> dist.Work | Work:
-        """Start to sum ``values`` over the group, in place and in their own type.
-
-        Args:
-            values: nothing is sent of an empty tensor.
-            kind: the ledger's: compressed, or why not.
-        """
+        """Start to sum ``values`` over the group, in place and in their own type; nothing is sent of an empty
+        tensor. ``kind`` is the ledger's: compressed, or why not."""
         if not values.numel():
             return Work.completed()
         sent = bytes_sent("all_reduce", values.nbytes, self.topology.world_size)
@@ -92,12 +88,9 @@ class GradientSync(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> Work:
-        """Start summing ``bucket.gradients`` as they are now.
-
-        The work's ``wait`` leaves the scaled sum in ``bucket.shard`` (``sharded``) or in all of
-        ``bucket.gradients``, where every rank then holds the same bits. Non-finite gradients of any rank
-        show in the result. Called once an iteration, on every rank, in the same order of buckets.
-        """
+        """Start summing ``bucket.gradients``. The work's ``wait`` leaves the scaled sum in ``bucket.shard``
+        (``sharded``) or in all of ``bucket.gradients``, where every rank then holds the same bits. Non-finite
+        gradients of any rank show in it. Called once an iteration, in the same order of buckets."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's memory, by name: what has to survive a restart at the same layout."""

@@ -201,15 +201,8 @@ class Gradients(Dimension):
         self.outer_codec: Codec | None = self.policy.rule("dp.outer").codec
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
-        """Give every bucket group its gradient syncs and its weights. Collective over all ranks.
-
-        Args:
-            chunks: model chunks, wrapped by DDP or torch's FSDP2; not wrapped, they are only evaluated, which
-                is said.
-        Raises:
-            TypeError: another wrapper than Megatron's DistributedDataParallel.
-            CompressionConfigError: a compressor with a memory, whose gradients have no fixed unit.
-        """
+        """Give every bucket group of chunks wrapped by DDP or torch's FSDP2 its gradient syncs and its
+        weights; not wrapped, they are only evaluated, which is said. Collective over all ranks."""
         for chunk in chunks:
             if isinstance(chunk, TorchFullyShardedDataParallel):
                 check_memory(self.compressor, chunk.config)
@@ -247,13 +240,10 @@ class Gradients(Dimension):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
             names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
             cut = self._cut(chunk.module)
-            in_flight = InFlight()
-            ranks = parallel_state.get_tensor_model_parallel_group()
-            for group in chunk.bucket_groups:
-                self._attach_group(group, names, in_flight, ranks, cut)
-            if chunk.expert_parallel_bucket_groups:
-                ranks = parallel_state.get_expert_tensor_parallel_group()
-            for group in chunk.expert_parallel_bucket_groups:
+            in_flight, sharing = InFlight(), parallel_state.get_expert_tensor_parallel_group
+            groups = [(one, parallel_state.get_tensor_model_parallel_group()) for one in chunk.bucket_groups]
+            groups += [(one, sharing()) for one in chunk.expert_parallel_bucket_groups]
+            for group, ranks in groups:
                 self._attach_group(group, names, in_flight, ranks, cut)
         if self.compressor is not None and self.compressor.has_memory:
             self.memory = GradientMemory(self.compressor.name, self.syncs, self._say)

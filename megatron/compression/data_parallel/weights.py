@@ -1,15 +1,13 @@
 """What data-parallel and tensor-parallel replicas hold alike: weights gathered compressed, values aligned.
 
 Megatron copies the updated fp32 masters over the owner's shard of the parameter buffer and gathers that. Here
-the masters' cast goes to a buffer of its own, so that the shard still holds what every other rank holds; the
-difference of the two is encoded at once, gathered when Megatron gathers, and added by every rank, the owner
-too, to its own copy: replicas stay bit-identical, and what the encoding lost is in the next difference
-(SDP4Bit, arXiv 2410.15526, quantisation on weight differences).
+the masters' cast goes to a buffer of its own; its difference to the shard is encoded at once, gathered when
+Megatron gathers, and added by every rank, the owner too, to its own copy: replicas stay bit-identical, and
+what the encoding lost is in the next difference (SDP4Bit, arXiv 2410.15526).
 
 Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec quantises them
-in groups with their neighbours, which differ from rank to rank, so that the copies would drift, and a
-checkpoint, which saves one of them, would not resume the run. The first tensor-parallel rank's values are
-broadcast, exactly (``align``); next to the matrices they are few.
+in groups with neighbours that differ from rank to rank, so that the copies would drift. The first
+tensor-parallel rank's values are broadcast, exactly (``align``); next to the matrices they are few.
 """
 
 from collections.abc import Collection, Iterable
@@ -91,13 +89,8 @@ class BucketWeights:
 
 
 def copy_masters(optimizer) -> bool:
-    """Hand a distributed optimizer's updated masters to its buckets' ``BucketWeights``.
-
-    Stands for ``DistributedOptimizer._copy_main_params_to_model_params``. Every bucket of the optimizer takes
-    part on every rank, also where a rank's shard holds no parameter.
-
-    Returns: False where no bucket is compressed now: Megatron's own copy is to run.
-    """
+    """Hand a distributed optimizer's updated masters to its buckets' ``BucketWeights``, in place of
+    ``_copy_main_params_to_model_params``; False where no bucket is compressed now."""
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
     compressed: dict[int, BucketWeights] = {
         id(bucket): getattr(bucket, ATTRIBUTE)
@@ -128,8 +121,7 @@ def copy_masters(optimizer) -> bool:
 
 def _leave_out_overflows(updated: list[BucketWeights]) -> None:
     """Where the payload of any bucket of a topology overflowed on any rank, leave all its lossless ones to
-    Megatron, uncompressed. Payloads may be gathered in a pass that is repeated, so this is asked here, once a
-    topology; synchronises with the device."""
+    Megatron, uncompressed. Synchronises with the device, once a topology."""
     asked = [(weights, flag) for weights in updated if (flag := weights.overflow_flag) is not None]
     for topology in dict.fromkeys(weights.topology for weights, _ in asked):
         together = [(weights, flag) for weights, flag in asked if weights.topology == topology]

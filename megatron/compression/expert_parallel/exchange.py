@@ -25,12 +25,8 @@ OTHER = "ep.other"
 
 
 class TokenSite(CommSite):
-    """Tokens between the ranks of one group; ``CommSite``'s own collectives serve equal parts.
-
-    Args:
-        dimension: whose codec and traffic classes these are: ep between experts' ranks, tp between the ranks
-            that share each expert (``--expert-tensor-parallel-size``).
-    """
+    """Tokens between the ranks of one group; ``CommSite``'s own collectives serve equal parts. ``dimension``:
+    ep between experts' ranks, tp between those that share each expert."""
 
     def __init__(
         self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None, dimension: str = "ep"
@@ -59,11 +55,8 @@ class TokenSite(CommSite):
         self, operation: str, x: torch.Tensor, traffic: str, sizes: Sequence[int], why: str | None
     ) -> torch.Tensor:
         """all_gather: ``[sizes[r], values]`` of every rank r. reduce_scatter: the sum of ``[sum(sizes),
-        values]`` over the ranks, of which ``sizes[rank]`` rows stay.
-
-        Args:
-            why: leave it exact, for this reason (one of the ledger's kinds).
-        """
+        values]`` over the ranks, of which ``sizes[rank]`` rows stay. ``why``: leave it exact, for this
+        reason."""
         nbytes = sum(sizes) * x.shape[1:].numel() * x.element_size()
         decision = self.decide(traffic, nbytes) if why is None else Decision(None, why)
         gathers = operation == "all_gather"
@@ -107,12 +100,8 @@ class TokenExchange:
 
     @contextmanager
     def under_way(self, way: Way, tokens: torch.Tensor | None = None, exact: bool = False) -> Iterator[None]:
-        """While a dispatcher's own method runs.
-
-        Args:
-            tokens: what is compressed; None: everything that is sent meanwhile.
-            exact: nothing is.
-        """
+        """While a dispatcher's own method runs, compress ``tokens`` (None: everything; ``exact``:
+        nothing)."""
         before = self._way, self._tokens, self._exact
         self._way, self._tokens, self._exact = way, tokens, exact
         try:

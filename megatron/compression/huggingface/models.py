@@ -78,11 +78,8 @@ MODELS: dict[str, DenseModel] = {
 
 
 def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str | None]:
-    """The model as Megatron flags, each with its value; None for a flag that takes none.
-
-    Args:
-        tensor_parallel: ``--tensor-model-parallel-size``; the vocabulary is padded to a multiple of it.
-    """
+    """The model as Megatron flags, each with its value; None for a flag that takes none. The vocabulary is
+    padded to a multiple of ``--tensor-model-parallel-size``."""
     flags = {
         "--num-layers": model.layers,
         "--hidden-size": model.hidden,
@@ -138,10 +135,7 @@ def add_qwen_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 
 def find_model(name: str) -> DenseModel:
-    """The model of a ``--qwen-model`` value: a name of the table, or a Hugging Face folder.
-
-    Raises: InputError: neither.
-    """
+    """The model of a ``--qwen-model`` value: a name of the table, or a Hugging Face folder."""
     if (known := name.removeprefix("qwen")) in MODELS:
         return MODELS[known]
     if Path(name).is_dir():
@@ -153,10 +147,8 @@ def find_model(name: str) -> DenseModel:
 
 
 def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Put the flags of ``--qwen-model`` before the user's own.
-
-    A flag that the user gives is left out of the expansion. So is ``--padded-vocab-size`` where the user
-    gives ``--vocab-size`` or ``--make-vocab-size-divisible-by``: Megatron then pads as it always does.
+    """Put the flags of ``--qwen-model`` before the user's own, but for those that the user gives, and for
+    ``--padded-vocab-size`` with ``--vocab-size`` or ``--make-vocab-size-divisible-by``.
 
     Returns: The whole command line without the program's name, and the part that was added.
     Raises: InputError: no model, or an unknown one.

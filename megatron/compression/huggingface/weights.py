@@ -83,10 +83,7 @@ def split(parameter: torch.Tensor, parts: int, model: DenseModel) -> list[torch.
 
 
 def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
-    """Copy a folder's tensors into a model of one process, each cast to its parameter's dtype.
-
-    Raises: InputError: the files hold other tensors than the model has, or another shape.
-    """
+    """Copy a folder's tensors into a model of one process, each cast to its parameter's dtype."""
     require_extra("safetensors", "huggingface", f"reading {folder}")
     from safetensors import safe_open
 
@@ -126,15 +123,8 @@ def write(chunk: torch.nn.Module, model: DenseModel, folder: Path, dtype: torch.
 
 @contextlib.contextmanager
 def built(name: str, dtype: torch.dtype, flags: list[str] | None = None) -> Iterator[SimpleNamespace]:
-    """Megatron's global state around a model with weights of no meaning: ``args``, ``chunks``, ``groups``.
-
-    A process group that is there already is used and left.
-
-    Args:
-        name: as ``--qwen-model`` takes it.
-        dtype: of the parameters.
-        flags: further Megatron flags, which win.
-    """
+    """Megatron's global state around a model, of ``--qwen-model``, with weights of no meaning: ``args``,
+    ``chunks``, ``groups``. A process group that is there already is used and left; ``flags`` win."""
     for variable, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "RANK": "0"}.items():
         os.environ.setdefault(variable, value)
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

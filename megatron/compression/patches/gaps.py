@@ -66,12 +66,11 @@ def predict_with_own_layers() -> None:
 
 
 def fill_rope_slot(rotary: Callable) -> bool:
-    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is missing.
+    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is missing; whether
+    it is there.
 
     Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None without Transformer Engine, and then
-    ``--apply-rope-fusion`` is refused. It is read at each call. Packed sequences have a slot of their own.
-
-    Returns: Whether ``rotary`` is in the slot.
+    ``--apply-rope-fusion`` is refused. Not reached: packed sequences, which have a slot of their own.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -81,14 +80,12 @@ def fill_rope_slot(rotary: Callable) -> bool:
 
 
 def fill_weight_gradient_slot(add_product: Callable) -> None:
-    """Put ``add_product`` where megatron-core calls apex's fused weight gradients. Idempotent.
+    """Put ``add_product(x, grad_output, main_grad)``, which adds in place, where megatron-core calls apex's
+    fused weight gradients. Idempotent.
 
     Why: without apex's ``fused_weight_gradient_mlp_cuda`` gradient accumulation fusion is refused. Linear
     layers keep that module in a global; the deferred embedding's drain imports it at each call. Not reached:
     Megatron FSDP, which takes Transformer Engine's.
-
-    Args:
-        add_product: called with ``(x, grad_output, main_grad)``, adds in place.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -141,10 +138,8 @@ def on_master_copy(take: Callable[[Any], bool]) -> None:
 
 
 def make_torch_adam_resumable() -> None:
-    """Resume ``DistributedOptimizer`` with torch's Adam bit for bit; see above.
-
-    Nothing is replaced where Transformer Engine or apex is installed.
-    """
+    """Resume ``DistributedOptimizer`` with torch's Adam bit for bit; see above. With Transformer Engine or
+    apex nothing is replaced."""
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     if module.HAVE_APEX_OR_TE:
         return
@@ -220,10 +215,8 @@ def fuse_torch_adam() -> None:
 
 
 def fuse(optimizer: "torch.optim.Optimizer | None") -> bool:
-    """Let torch's own Adam or AdamW step with its fused kernel, if all its parameters are on CUDA devices.
-
-    To be called before the first step. Returns whether it does now.
-    """
+    """Let torch's own Adam or AdamW step with its fused kernel, from before the first step, if all its
+    parameters are on CUDA devices; whether it does."""
     import torch
 
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):

@@ -77,10 +77,9 @@ def before_training(before: Callable[[], None]) -> None:
 def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
     """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
 
-    Why: evaluation traffic is counted separately, and the report shows the validation loss. Two symbols,
-    because only ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the
-    losses.
-    Not reached: callers that imported them by name (megatron.training has none).
+    Why: evaluation traffic is counted separately, and the report shows the validation loss. Only
+    ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the losses. Not reached:
+    callers that imported them by name (megatron.training has none).
     """
     from megatron.training import training
 
@@ -145,10 +144,9 @@ def around_model_building(before: Callable[[list], list], after: Callable[[list]
 
 def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
     """Call ``begin()`` before a training step's first pass and ``end()`` after it; where that is true, the
-    same on every rank, the pass is repeated, and ``end()`` called once more.
+    same on every rank, the pass is repeated, with the same micro-batches and random state, and ``end()``
+    called once more. What Megatron has made of the first pass is forgotten.
 
-    With the same micro-batches and random state: the loop asks ``should_run_forward_backward``, which keeps
-    both, since it may repeat a pass to check results. What it has made of the first pass is forgotten.
     Why: what a pass has sent may have to be sent in another way. Not reached: ``--rerun-mode`` other than
     validate_results, where nothing is kept; evaluation; loops without megatron.training.
     """
@@ -200,11 +198,10 @@ _CHECKED = ("rerun_requested", "failed_validation_call", "initial_result", "larg
 
 
 def on_training_end(*after: Callable[[], None]) -> None:
-    """Call each ``after()`` once when ``pretrain`` ends, normally or by an early exit of ``train``.
+    """Call each ``after()`` once when ``pretrain`` ends, normally or by an early exit, with process groups.
 
-    Process groups still exist then, and a function that is given again is not called twice. Why: an early
-    exit (``--exit-interval``, ``--exit-signal-handler``) leaves by ``sys.exit``, after Megatron's own last
-    call. Not reached: errors.
+    Why: an early exit (``--exit-interval``) leaves by ``sys.exit``, after Megatron's own last call. Not
+    reached: errors.
     """
     from megatron.training import one_logger_utils
 

@@ -18,11 +18,10 @@ class PatchError(RuntimeError):
 
 
 def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) -> None:
-    """Wrap the function ``owner.name``. Called again by the same patch, it wraps the original anew.
+    """Replace the function ``owner.name`` by ``wrap(original)``, once, however often the same patch asks.
 
     Args:
         parameters: parameters that the function must have; empty for functions written in C.
-        wrap: takes the original and returns the replacement.
     Raises: PatchError: there is no such function, it lacks a parameter, or another patch has replaced it.
     """
     where, patch = _where(owner, name), f"{wrap.__module__}.{wrap.__qualname__}"
@@ -80,10 +79,8 @@ def follow(owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[
 
 
 def put(owner: Any, name: str, value: Any, why: str) -> None:
-    """Set ``owner.name``, which exists, to ``value``.
+    """Set ``owner.name`` to a ``value`` that does not need the one before.
 
-    Args:
-        value: a function, a class or a constant that does not need the one before.
     Raises: PatchError: there is no such attribute.
     """
     if not hasattr(owner, name):
@@ -95,10 +92,7 @@ def put(owner: Any, name: str, value: Any, why: str) -> None:
 
 def change_class(instance: Any, cls: type) -> None:
     """Make ``instance`` one of ``cls``: a subclass of its class that adds methods alone, or the way back.
-
-    Why: classes that megatron-core names itself, outside its layer specs, cannot be chosen before they are
-    built.
-    """
+    Why: classes that megatron-core names itself, outside its layer specs, cannot be chosen before."""
     logger.debug("patch: %s becomes %s.%s", type(instance).__name__, cls.__module__, cls.__name__)
     instance.__class__ = cls
 

@@ -63,10 +63,7 @@ class PipelineParallelConfig(SentOnce):
 
 @functools.lru_cache(maxsize=256)
 def message_bytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of the payload of a message ``[tokens, samples, channels]``, the same at both ends.
-
-    Raises: CompressionConfigError: the codec cannot encode this shape.
-    """
+    """Bytes of the payload of a message ``[tokens, samples, channels]``, the same at both ends."""
     try:
         return codec.message_bytes(shape, dtype)
     except ValueError as error:

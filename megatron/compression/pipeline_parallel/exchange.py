@@ -47,12 +47,8 @@ class Arrival:
 
 
 class SendsInFlight:
-    """A bounded queue of sends, each with the payload that the transport may still read.
-
-    A schedule waits for a send in order to free its tensor. A payload is a buffer of its own, so that the
-    computation need not wait. The oldest of more than ``limit`` sends is waited for, so that a slow link
-    bounds the memory; four payloads of 4 to 6 bits are little more than one message.
-    """
+    """A bounded queue of sends, each with the payload that the transport may still read, for which the
+    computation need not wait. The oldest of more than ``limit`` is waited for, which bounds the memory."""
 
     def __init__(self, limit: int = 4) -> None:
         self.limit = limit
@@ -74,12 +70,8 @@ class SendsInFlight:
 
 
 class PipelineExchange:
-    """Sends between pipeline stages, compressed or not, and counts both.
-
-    Args:
-        policy: decides for pp.forward and pp.backward from what both ends of a message know alike: settings,
-            iteration (asked before an iteration's forward step) and size.
-    """
+    """Sends between pipeline stages, compressed or not, and counts both. Both ends of a message decide from
+    what they know alike: settings, iteration and size."""
 
     def __init__(self, policy: Policy, ledger: Ledger) -> None:
         self.policy, self.ledger = policy, ledger
@@ -101,11 +93,7 @@ class PipelineExchange:
         tensor_shape: Sequence[int] | None,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        """``P2PCommunicator._communicate``, with its arguments and results.
-
-        Raises: CompressionConfigError: a set-up that would mix up the two directions' messages, or a codec
-        that cannot encode them.
-        """
+        """``P2PCommunicator._communicate``, with its arguments and results."""
         refuse_ambiguous_batch(communicator)
         tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
         tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -19,11 +19,8 @@ MEMORY = {
 
 
 def write_report(report: dict, directory: Path) -> list[str]:
-    """Write the report into ``directory``, replacing an earlier rendering of the same run.
+    """Write the report (see ``Reporter``) into ``directory``, replacing an earlier rendering of the same run.
 
-    Args:
-        report: ``settings``, ``world_size``, ``history`` (the reporter's rows), ``ledger_by_rank``,
-            ``errors``, and ``memory_by_rank``.
     Returns: Lines for the log: what could not be done.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -204,10 +201,8 @@ def _flat(settings: dict, prefix: str = "") -> dict:
 
 
 def draw(curves: list[tuple[str, dict, dict]], directory: Path) -> tuple[list[str], str | None]:
-    """Draw loss.png and time.png, as far as there is something to draw.
+    """Draw loss.png and time.png of ``curves``: what to add to a label, style, report.
 
-    Args:
-        curves: what to add to a label, style, report.
     Returns: The files written, and why there is none.
     """
     try:

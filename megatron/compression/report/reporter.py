@@ -60,12 +60,8 @@ class Reporter:
         self._said: set[str] = set()
 
     def on_training_log(self, iteration: int, losses: dict[str, torch.Tensor]) -> None:
-        """Count one iteration; at the log interval, print and store what was sent since the last one.
-
-        Args:
-            iteration: one-based.
-            losses: of this iteration on the last pipeline stage; empty elsewhere and where it was skipped.
-        """
+        """Count one iteration, counted from 1, with its losses on the last pipeline stage; at the log
+        interval, print and store what was sent since the last one."""
         self._iterations_since_log += 1
         self._last_iteration = iteration
         if losses:
@@ -208,12 +204,8 @@ def _mean_errors(rows: list[dict]) -> list[dict]:
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes of this rank since it started.
-
-    Returns: On a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what is taken on the
-    device now: NCCL's and symmetric memory and the CUDA context too, and every process on that device.
-    Elsewhere ``resident``, the peak of the process.
-    """
+    """Bytes of this rank: on a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what is
+    taken on the device now by every process; elsewhere ``resident``, the peak of the process."""
     if not torch.cuda.is_available():
         return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     free, total = torch.cuda.mem_get_info()

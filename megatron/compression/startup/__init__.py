@@ -9,12 +9,9 @@ from megatron.compression.versions import MEGATRON_CORE_SERIES
 
 
 def prepare() -> None:
-    """What an entrypoint calls first, before megatron.training is imported.
-
-    Checks the version of megatron-core, hides a Transformer Engine that cannot run, puts the CPU stand-ins in
-    place where there is no CUDA, and makes the repairs that every run needs. Ends the process with one line
-    where the version does not fit.
-    """
+    """What an entrypoint calls first, before megatron.training is imported: checks the version of
+    megatron-core, hides a Transformer Engine that cannot run, puts the CPU stand-ins in place where there is
+    no CUDA, and makes the repairs that every run needs."""
     with one_line_errors():
         check_megatron_core(find_megatron_core())
         from megatron import host
@@ -29,10 +26,7 @@ def prepare() -> None:
 
 
 def find_megatron_core() -> tuple[str, Path] | None:
-    """The version and the folder of the megatron-core that an import finds, wheel or checkout; None: none.
-
-    It is read from the file: importing megatron.core is too early here.
-    """
+    """The version and the folder of the megatron-core that an import would find; None: none."""
     for folder in importlib.util.find_spec("megatron").submodule_search_locations:
         info = Path(folder) / "core" / "package_info.py"
         if info.is_file():
@@ -43,10 +37,7 @@ def find_megatron_core() -> tuple[str, Path] | None:
 
 
 def check_megatron_core(found: tuple[str, Path] | None) -> None:
-    """Require a megatron-core of the series: symbols of it are replaced by name.
-
-    Raises: InputError: another series, or none.
-    """
+    """Raises: InputError: another series of megatron-core, or none: its symbols are replaced by name."""
     if found is None or not found[0].startswith(f"{MEGATRON_CORE_SERIES}."):
         there = f"{found[0]} is in {found[1]}" if found else "none is installed"
         raise InputError(

@@ -14,10 +14,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @explains("save_checkpoint_and_time", "save_checkpoint", "save_checkpoint_and_train_finalization")
 def cannot_save(error: BaseException, args: Namespace | None) -> str | None:
-    """Why no checkpoint was written: a full disk, or no folder where Megatron saves before it stops.
-
-    torch reports a full disk from its writers as an "iostream error", or as a failure of no rank.
-    """
+    """Why no checkpoint was written: a full disk, which torch reports as an "iostream error" or as a failure
+    of no rank, or no folder where Megatron saves before it stops."""
     folder = args.save if args is not None else None
     if isinstance(error, TypeError) and args is not None and not folder:
         return (
@@ -36,10 +34,7 @@ def cannot_save(error: BaseException, args: Namespace | None) -> str | None:
 @explains("load_checkpoint")
 def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
     """One line where a checkpoint does not fit the model or is damaged, None where something else failed.
-
-    Megatron compares arguments by assertion and tensors by CheckpointingException, which torch wraps in a
-    CheckpointException of all ranks; the legacy format ends in torch's "size mismatch".
-    """
+    Megatron compares by assertion and CheckpointingException, which torch wraps in one of all ranks."""
     if args is None:
         return None
     failures = getattr(error, "failures", None)

@@ -42,11 +42,8 @@ def cannot_join(error: BaseException, args: Namespace | None) -> str | None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Check what validated arguments name, before anything is built.
-
-    Raises: InputError: Transformer Engine, a tokenizer, a checkpoint, a package or a dataset that is not
-        there; a folder that cannot be written.
-    """
+    """Raises: InputError: validated arguments name Transformer Engine, a tokenizer, a checkpoint, a package
+    or a dataset that is not there, or a folder that cannot be written."""
     check_implementation(args)
     check_tokenizer(args)
     check_folders(args)
@@ -76,11 +73,8 @@ def check_tokenizer(args: Namespace) -> None:
 
 
 def check_folders(args: Namespace) -> None:
-    """Check the folder to load from, the one to save to, and what saving in the background needs.
-
-    Raises: InputError: --load names a folder that is not there or is empty, without which Megatron would
-        start from random weights; --save cannot be written; nvidia_resiliency_ext is missing.
-    """
+    """Raises: InputError: --load names a folder that is not there or is empty, without which Megatron would
+    start from random weights; --save cannot be written; nvidia_resiliency_ext is missing."""
     load = args.load
     wanted = load and load != args.save and not args.pretrained_checkpoint and "://" not in load
     if wanted and not (os.path.isdir(load) and set(os.listdir(load)) - {"compression-auto.json"}):

@@ -35,8 +35,7 @@ def parse_arguments(
 ) -> Namespace:
     """Parse and validate the command line: every Megatron-LM flag, and what `add_arguments` adds.
 
-    Raises: InputError: an unknown flag; something named on it that is not there or does not fit: Transformer
-    Engine, a tokenizer, a checkpoint, a dataset; a data flag that is not served.
+    Raises: InputError: an unknown flag; something that is not there, does not fit or is not served.
     """
     loop.after_validating_arguments(check_supported_data)
     return arguments.parse_and_validate_args(add_arguments)
@@ -139,12 +138,8 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Ten
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
-    """Sum the per-token losses that count.
-
-    Args: loss_mask and losses [b, s].
-    Returns: (summed loss, number of tokens, {"lm loss": [summed loss, number of tokens]}). The schedule
-    divides the first in place, hence the copy of what is logged.
-    """
+    """(summed loss, number of tokens, {"lm loss": [summed loss, number of tokens]}) of [b, s] each. The
+    schedule divides the first in place, hence the copy of what is logged."""
     args = get_args()
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)
@@ -179,14 +174,9 @@ def forward_step(data_iterator, model):
 
 
 def train_to_the_end(pretrain: Callable[[], None]) -> None:
-    """Call ``pretrain()``, destroy the process groups, also after an early exit of its loop, and leave.
-
-    Only the exit's status is kept: the exception's traceback would keep frames alive and with them the data
-    loaders' workers. With --exit-signal-handler these ignore the signal that ends them when the interpreter
-    does: the process would wait for them forever.
-
-    Raises: SystemExit: where Megatron leaves early on every rank, with the same status.
-    """
+    """Call ``pretrain()``, destroy the process groups, also after an early exit of its loop, and leave, with
+    its status. The exception's traceback would keep the data loaders' workers alive, which ignore the signal
+    that ends them under --exit-signal-handler: the process would wait for them forever."""
     left_early, status = False, None
     try:
         pretrain()
@@ -201,11 +191,7 @@ def train_to_the_end(pretrain: Callable[[], None]) -> None:
 
 
 def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:
-    """Build the configs from `args`, train, write the report, and leave the process groups.
-
-    Raises: SystemExit: where Megatron leaves early on every rank (--exit-interval, --exit-duration-in-mins,
-    --exit-signal-handler), after the same clean ending.
-    """
+    """Build the configs from `args`, train, write the report, and leave the process groups."""
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
     setup.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)

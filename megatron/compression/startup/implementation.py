@@ -28,12 +28,9 @@ class Engine:
 
 @functools.cache
 def transformer_engine() -> Engine:
-    """Look for Transformer Engine, once a process, and hide it where it cannot be used.
-
-    megatron-core imports it in many places and passes over an ImportError alone: a library that is missing
-    would end in a trace, and without CUDA its Adam and norms would be taken. Call it before megatron.core is
-    imported.
-    """
+    """Look for Transformer Engine, once a process, before megatron.core is imported, and hide it where it
+    cannot be used: a library that is missing would end in a trace, and without CUDA its Adam and norms would
+    be taken."""
     import torch  # before Transformer Engine, whose library needs the NCCL that torch loads
 
     if importlib.util.find_spec("transformer_engine") is None:
@@ -51,11 +48,7 @@ def transformer_engine() -> Engine:
 
 
 def needs_transformer_engine(what: str, otherwise: str) -> InputError:
-    """The error for a flag ``what`` that torch-native layers do not serve.
-
-    Args:
-        otherwise: what else a user can do than have Transformer Engine's layers.
-    """
+    """The error for a flag ``what`` that torch-native layers do not serve; ``otherwise``: what else to do."""
     engine = transformer_engine()
     which = f", which {engine.missing}" if engine.missing else ""
     fix = engine.fix if engine.missing else f"add {_FLAG} transformer_engine"
@@ -96,9 +89,7 @@ _FUSIONS = {
 
 
 def missing_extension_overrides(args: Namespace) -> list[str]:
-    """Switch off in ``args`` what ``--transformer-impl local`` cannot run on this machine.
-
-    Call it after validation and before the configs are built.
+    """Switch off in validated ``args`` what ``--transformer-impl local`` cannot run on this machine.
 
     Returns: One line for each value that changed, for the log.
     """

@@ -185,12 +185,12 @@ class _KeptUnderWay(Work):
 
 
 class BlockInput:
-    """The input of a half's next block: the residual add and the norm, made early and computed late.
+    """The input of a half's next block (None: after the last): the residual add and the norm, made early and
+    computed late.
 
     Args:
         residual: the residual stream before the half's last block ``[s, b, h]``: the model's input, or the
             input of that block.
-        block: the next one; None after the last.
         last: the output of the half's last block; None at the beginning.
     """
 
@@ -276,11 +276,8 @@ class _InputBackward:
         self._found: tuple | None = None
 
     def start_gather(self) -> None:
-        """With sequence parallelism: wait for the input's gradient and begin to gather the sum's.
-
-        Called in the other half's backward before its last product, which the gather then overlaps with. The
-        gradient of ``x`` is known: the backward of the one input whose residual is ``x`` has run.
-        """
+        """With sequence parallelism: wait for the input's gradient and begin to gather the sum's, before the
+        last product of the other half's backward. The gradient of ``x`` is known then."""
         if self.last is None or not self.last.has_backward or self._grad_x is None:
             return
         if self.column is not None and self.column.gradient is not None:
