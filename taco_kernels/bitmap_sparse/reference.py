@@ -117,14 +117,9 @@ def encode(
     Args:
         x: fp32 ``[S, numel]``.
         thresholds: fp32 ``[S]``, >= 0.
-        layout: of one shard.
         remainder: fp32 ``[S, numel]``, may be x itself: gets x less what was sent, exactly.
 
-    Returns:
-        uint8 ``[S, wire_bytes]``.
-
-    Raises:
-        ValueError: x is not of the layout, holds no shard, or the remainder is not like it.
+    Returns: uint8 ``[S, wire_bytes]``.
     """
     layout.check_values(x, remainder)
     shards, width = len(x), layout.rows * WIDTH
@@ -162,13 +157,8 @@ def encode(
 
 
 def decode_sum(wires: torch.Tensor, layout: BitmapLayout) -> torch.Tensor:
-    """fp32 ``[numel]``: the values of ``wires`` uint8 ``[W, wire_bytes]``, added in fp32 in their order.
-
-    NaN in rows in which a sender had a NaN or infinity.
-
-    Raises:
-        ValueError: wires are not of the layout, or there are none.
-    """
+    """fp32 ``[numel]``: the values of ``wires`` uint8 ``[W, wire_bytes]``, added in fp32 in their order; NaN
+    in rows in which a sender had a NaN or infinity."""
     layout.check_wires(wires)
     dtype, device = _CODES[layout.bits], wires.device
     total = torch.zeros(layout.rows * WIDTH, dtype=torch.float32, device=device)

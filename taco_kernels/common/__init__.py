@@ -70,11 +70,8 @@ def addressable(wires: torch.Tensor) -> torch.Tensor:
 def dispatched[**P, R](
     definition: Callable[Concatenate[torch.Tensor, P], R],
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
-    """``definition``, a function of some ``reference.py`` that begins with a tensor, on either device.
-
-    For a tensor on an NVIDIA GPU the function of that name and signature in the package's ``launch.py`` is
-    called, which is imported at the first call.
-    """
+    """``definition``, a function of some ``reference.py`` that begins with a tensor; for a tensor on an
+    NVIDIA GPU the function of that name and signature in the package's ``launch.py``."""
     package, _, _ = definition.__module__.rpartition(".")
     launched: Callable[Concatenate[torch.Tensor, P], R] | None = None
 

@@ -49,10 +49,7 @@ class Device(NamedTuple):
     @property
     def small(self) -> bool:
         """Whether kernels are to need little: operands in registers, and 99 KiB of shared memory a program.
-
-        So it is but on sm_90, whose tensor cores read a matrix from shared memory, 227 KiB, and whose tiles
-        were measured; and under the interpreter.
-        """
+        So it is but on sm_90, whose tiles were measured; and under the interpreter."""
         return self.capability[0] not in (0, 9)
 
     @property

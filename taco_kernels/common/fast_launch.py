@@ -153,11 +153,8 @@ def start(
     late: tuple[int, ...] = (),
     **constants: object,
 ) -> None:
-    """Start ``kernel`` with a ``Launch`` of its own for each grid, ``fixed`` and ``constants``.
-
-    For callers that keep no ``Launch``: looking it up takes about as long as the launch itself. ``fixed``
-    must be hashable and few: sizes and strides, not tensors or numbers that differ in each call.
-    """
+    """Start ``kernel`` with a ``Launch`` of its own for each grid, ``fixed`` and ``constants``, for callers
+    that keep none. ``fixed`` must be hashable and few: sizes and strides, not what differs in each call."""
     key = (id(kernel), grid, fixed, *constants.values(), *constants)
     launch = _launches.get(key)
     if launch is None:

@@ -1,9 +1,8 @@
 """Which values to send: a threshold a shard, found on the device, that the union of the senders can afford.
 
-How much larger the union of W senders' largest values is than each sender's share depends on how alike they
-are. Each sender therefore puts a sample of its values into classes of magnitude; the maximum of the classes
-over the senders tells how large the union of every choice would be, and all take the largest share whose
-union fits the sketch. No synchronisation with the host, the same on every device.
+Each sender puts a sample of its values into classes of magnitude; the maximum of the classes over the senders
+tells how large the union of every choice would be, and all take the largest share whose union fits the
+sketch. No synchronisation with the host, the same on every device.
 """
 
 import functools
@@ -77,11 +76,8 @@ def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float
 
 
 def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
-    """What the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer: fp32 ``[S]``.
-
-    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything. NaN
-    counts as larger than infinity.
-    """
+    """What the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer: fp32 ``[S]``,
+    from a sample, CONFIDENCE standard deviations on the safe side. NaN counts as larger than infinity."""
     numel = x.shape[1]
     count = min(numel, MOST_LOCAL_SAMPLES)
     spread = 0.0 if count == numel else math.sqrt(share * (1 - share) / count)

@@ -196,10 +196,8 @@ def _as_rows(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
 
 
 def row_exponents(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
-    """Biased fp32 exponents of the largest magnitudes of rows of x fp32 ``[S, numel]``: uint8 ``[S, rows]``.
-
-    0 for zeros, 255 where a NaN or an infinity is. All senders encode with the maximum of theirs.
-    """
+    """Biased fp32 exponents of the largest magnitudes of rows of x fp32 ``[S, numel]``: uint8 ``[S, rows]``,
+    255 where a NaN or an infinity is. All senders encode with the maximum of theirs."""
     check_tensor("x", x, torch.float32, (None, layout.numel))
     return (_as_rows(magnitude_bits(x), layout).amax(2) >> 23).to(torch.uint8)
 
@@ -255,12 +253,8 @@ def encode(
 
 
 def combine(wires: torch.Tensor, layout: SketchLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the cells of ``wires`` uint8 ``[W, wire_bytes]`` and OR their bitmaps.
-
-    Returns:
-        Cells int32 ``[cells]`` (modulo 2^32; of 16-bit wires the low 16 bits mean something) and words int32
-        ``[words]``.
-    """
+    """The sum of the cells of ``wires`` uint8 ``[W, wire_bytes]``, int32 ``[cells]`` (modulo 2^32; of 16-bit
+    wires the low 16 bits mean something), and the OR of their bitmaps, int32 ``[words]``."""
     check_tensor("wires", wires, torch.uint8, (None, layout.wire_bytes))
     dtype = torch.int32 if layout.config.cell_bits == 32 else torch.int16
     split = layout.cells * dtype.itemsize

@@ -179,10 +179,8 @@ def wait(flags, value, error, timeout, E: tl.constexpr):
 
 
 def tile_of(config: CodecConfig, device: Device) -> int:
-    """Values of a tile: as many as encode's and decode's own kernels hold.
-
-    With as many warps too, sums over a group run in the same order here and there, and give the same bits.
-    """
+    """Values of a tile: as many as encode's and decode's own kernels hold, and with as many warps, so that
+    sums over a group have the same bits."""
     return tuning_for("encode", config, device).tile
 
 

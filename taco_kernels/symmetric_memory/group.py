@@ -22,28 +22,21 @@ from taco_kernels.taco.layout import CodecConfig
 
 
 def resident_programs(device: Device) -> int:
-    """Programs that are resident at once: a program that waits must not keep one out.
-
-    Two a multiprocessor; one where 99 KiB of shared memory do not always hold two.
-    """
+    """Programs that are resident at once: a program that waits must not keep one out. Two a multiprocessor;
+    one where 99 KiB of shared memory do not always hold two."""
     cramped = device.small and device.capability != (8, 0)
     return (1 if cramped else 2) * device.multiprocessors
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which a process group gives its own collectives up (NCCL's default is ten minutes).
-
-    A rank may be late for good reasons, such as a slow disk: what NCCL waits for, kernels here wait for.
-    """
+    """Seconds after which a process group gives its own collectives up (NCCL's default is ten minutes)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return group._get_backend(device).options._timeout.total_seconds()
 
 
 def unavailable_reason(group: dist.ProcessGroup) -> str | None:
-    """Why the ranks of ``group`` cannot share symmetric memory, or None if they can. Collective.
-
-    Every rank gets the same answer.
-    """
+    """Why the ranks of ``group`` cannot share symmetric memory, or None. Collective, the same on every
+    rank."""
     return hosts_reason(group) or peer_access_reason(group)
 
 

@@ -161,11 +161,8 @@ def layout_of(x: torch.Tensor) -> Layout:
 
 
 def rows_of(layout: Layout, group_size: int) -> Rows | None:
-    """How a kernel walks a tensor in row-major order without a copy, or None if it cannot.
-
-    It can when the tensor, after merging dimensions, is contiguous, or has at most three dimensions, the last
-    one contiguous and a multiple of the group size.
-    """
+    """How a kernel walks a tensor in row-major order without a copy, or None if it cannot: after merging
+    dimensions it is contiguous, or three at most, the last one contiguous and whole groups."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(*layout or ((), ()), strict=True):
         if size == 1:

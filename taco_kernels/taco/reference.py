@@ -194,10 +194,8 @@ def lists_of(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tens
 
 
 def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
-    """Encode x (any shape and stride, bf16/fp16/fp32) as ``chunks`` equal pieces of its row-major order.
-
-    Returns uint8[chunks, wire_bytes(C)], C = config.chunk_numel(x.numel(), chunks); zero padded at the end.
-    """
+    """x (any shape and stride, bf16/fp16/fp32) as ``chunks`` equal pieces of its row-major order, zero padded
+    at the end: uint8[chunks, wire_bytes(C)], C = config.chunk_numel(x.numel(), chunks)."""
     groups = to_groups(x, config, chunks)
     if not x.numel():
         return torch.empty(chunks, 0, dtype=torch.uint8, device=x.device)
@@ -255,10 +253,8 @@ def decode_sum(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum of the same chunk from W senders, wires uint8[W, wire_bytes(numel)]; one inverse WHT at the end.
-
-    fp32 accumulation in sender order.
-    """
+    """Sum of the same chunk from W senders, wires uint8[W, wire_bytes(numel)], in fp32 and their order; one
+    inverse WHT at the end."""
     numel = math.prod(shape)
     check_wires(wires.shape, wires.dtype, config, config.chunk_numel(numel))
     if numel == 0:
@@ -276,11 +272,8 @@ def decode_sum(
 def decode_sum_encode(
     wires: torch.Tensor, config: CodecConfig, numel: int, config_out: CodecConfig | None = None
 ) -> torch.Tensor:
-    """The middle of a two-shot all-reduce: encode(decode_sum(wires)) without leaving the Hadamard domain.
-
-    Returns uint8[wire_bytes(numel)], by ``config_out`` if that is not the senders' config; the groups must be
-    the same.
-    """
+    """The middle of a two-shot all-reduce: encode(decode_sum(wires)) without leaving the Hadamard domain, by
+    ``config_out`` if that is not the senders' config: uint8[wire_bytes(numel)]."""
     config_out = config_out or config
     check_same_groups(config, config_out)
     check_wires(wires.shape, wires.dtype, config, config.chunk_numel(numel))

@@ -178,12 +178,9 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
 
 
 def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
-    """How an operation on ``chunks`` chunks of ``groups`` groups each is run.
-
-    Many chunks that are shorter than a tile, which is to hold one alone, have one of their size (not timed).
-    The chunks of a collective keep the tile that its fused kernels have: on smaller ones products may sum in
-    another order.
-    """
+    """How an operation on ``chunks`` chunks of ``groups`` groups each is run. Many chunks that are shorter
+    than a tile have one of their size (not timed). Those of a collective keep the tile that its fused kernels
+    have: on smaller ones products may sum in another order."""
     tuning = tuning_for(operation, config, device)
     tile = max(LEAST_TILE, triton.next_power_of_2(groups * config.group_size))
     if chunks > MOST_RANKS and tile < tuning.tile:

@@ -195,10 +195,7 @@ def round_up_fp16(x: torch.Tensor) -> torch.Tensor:
 def transform_tiles(
     x: torch.Tensor, fits: torch.Tensor, config: TahConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pivot and Hadamard transform where they apply.
-
-    Returns: y fp32[tiles, T], and the tiles' bytes of pivots.
-    """
+    """Pivot and Hadamard transform where they apply: y fp32[tiles, T], and the tiles' bytes of pivots."""
     magnitude = x.abs()
     largest, pivot = magnitude.max(dim=1)
     second = magnitude.scatter(1, pivot[:, None], 0.0).amax(dim=1)
@@ -209,13 +206,8 @@ def transform_tiles(
 
 
 def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """fp32[units]: bits by which a unit's magnitudes are spread; 0 where they are zeros or not finite.
-
-    Args:
-        total: fp32[tiles], each tile's sum of |x|.
-        weighted: fp32[tiles], each tile's sum of |x| log2|x|.
-        layout: of the tensor.
-    """
+    """fp32[units]: bits by which a unit's magnitudes are spread, 0 where they are zeros or not finite, of
+    each tile's sum of |x| and of |x| log2|x|, fp32[tiles]."""
     total, weighted = (sums.view(layout.units, -1).sum(dim=1) for sums in (total, weighted))
     meaningful = (total > SMALLEST_SUM) & (total < LARGEST_SUM)
     divisor = torch.where(meaningful, total, 1.0)
@@ -247,14 +239,8 @@ def tile_slots(high: torch.Tensor, layout: TahLayout) -> torch.Tensor:
 
 
 def write_high(wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor, layout: TahLayout) -> None:
-    """Choose the high units, write their widths and extra bits.
-
-    Args:
-        wire: gets the sections ``widths`` and ``extra``.
-        plane: uint8[tiles, n], the extra bits of every tile.
-        entropies: fp32[units].
-        layout: of the tensor.
-    """
+    """Choose the high units by ``entropies`` fp32[units], and write the sections ``widths`` and ``extra``, of
+    the extra bits of every tile, uint8[tiles, n]."""
     high = choose_high(entropies, layout)
     bits = torch.nn.functional.pad(high, (0, 32 * layout.words - layout.population)).view(-1, 8)
     places = torch.arange(8, device=high.device)

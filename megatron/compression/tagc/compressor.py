@@ -68,10 +68,7 @@ class Tagc(GradientCompressor):
 
     def sketch(self, bucket: GradientBucket) -> SketchConfig:
         """With room for the union of the ranks' choices, were they independent: 1.3 values a cell for 4 ranks
-        at 0.8. Ranks that choose less alike agree on sending fewer.
-
-        Raises: CompressionConfigError: it is larger than the gradients.
-        """
+        at 0.8. Ranks that choose less alike agree on sending fewer."""
         ranks = bucket.topology.world_size
         union = 1 - self.sparsity**ranks
         sketch = SketchConfig(EXACT_LOAD / union, cell_bits=self.bits)

@@ -130,11 +130,7 @@ def cut_out(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment,
 
 
 class Part:
-    """Shares of one size.
-
-    Args:
-        owners: ranks whose share has this size.
-    """
+    """Shares of one size, of these ranks."""
 
     sum_bytes: int
     """Of the wire of all ranks' sum."""
@@ -145,11 +141,8 @@ class Part:
         """fp32 ``[owners, numel]``, in units of the gradients' sum, before scaling."""
 
     def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Take gradients ``[owners, numel]`` of any float type, and add the memory to them.
-
-        Returns: metadata uint8 ``[owners, n]`` to be maximised over the ranks; None: there is nothing to
-        agree on.
-        """
+        """Take gradients ``[owners, numel]`` of any float type, and add the memory to them; metadata uint8
+        ``[owners, n]`` to be maximised over the ranks, or None."""
         self.values = self.memory + values
         return None
 
@@ -172,12 +165,7 @@ class Part:
 
 
 class SketchPart(Part):
-    """Sketches: they add up without being decoded.
-
-    Args:
-        topology: of the ranks whose gradients are added up.
-        keep: largest share of its values that a rank sends.
-    """
+    """Sketches: they add up without being decoded. A rank sends at most the share ``keep`` of its values."""
 
     def __init__(
         self,
@@ -203,9 +191,8 @@ class SketchPart(Part):
         self.exponents, classes = metadata[:, :rows].contiguous(), metadata[:, rows:]
         threshold = count_sketch.choose(self.thresholds, classes, self.layout.exact_density)
         values, self.values, self.thresholds = self.values, None, None
-        wires = count_sketch.encode(
-            values, threshold, self.exponents, self.layout, self.senders, SEED, values
-        )
+        about = self.layout, self.senders, SEED
+        wires = count_sketch.encode(values, threshold, self.exponents, *about, values)
         self._remember(values, self.exponents)
         return wires
 
@@ -219,19 +206,10 @@ class SketchPart(Part):
 
 
 class BitmapPart(Part):
-    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again.
-
-    Args: as ``SketchPart``'s.
-    """
+    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again."""
 
     def __init__(
-        self,
-        owners: list[int],
-        numel: int,
-        device: torch.device,
-        topology: Topology,
-        keep: float,
-        bits: int = 16,
+        self, owners: list[int], numel: int, device: torch.device, topology: Topology, keep: float, bits: int
     ) -> None:
         super().__init__(owners, numel, device)
         self.layout = BitmapLayout(numel, keep, bits)
@@ -245,9 +223,7 @@ class BitmapPart(Part):
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
         values, self.values = self.values, None
         wires = bitmap_sparse.encode(values, share_threshold(values, self.layout.share), self.layout, values)
-        self._remember(
-            values, wires[:, self.layout.exponents_at : self.layout.exponents_at + self.layout.rows]
-        )
+        self._remember(values, wires[:, self.layout.exponents_at :][:, : self.layout.rows])
         return wires
 
     def add_up(self, wires: torch.Tensor, owner: int, of: int, to: int) -> torch.Tensor:

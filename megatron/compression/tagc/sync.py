@@ -2,14 +2,11 @@
 
 Source: TAGC (arXiv 2504.05638) over LHC (arXiv 2402.07529). A reduction takes two exchanges:
 
-1. Metadata: the exponents that fix a common grid, and classes of sampled magnitudes. Their maximum over the
-   ranks lets every rank choose the same share of its largest values, one whose union fits the sketch
-   (taco_kernels.count_sketch.selection).
-2. Sketches, each to the owner of its shard, which adds them up and peels the sum. What is not sent, by choice
-   or by rounding, is remembered.
+1. Metadata of sketches: the exponents that fix a common grid, and classes of sampled magnitudes, by whose
+   maximum all ranks choose alike (taco_kernels.count_sketch.selection).
+2. Payloads, each to the owner of its shard, which adds them up. What is not sent is remembered.
 
-Without the distributed optimizer a third exchange gathers the summed sketches, which every rank peels: the
-same bits everywhere.
+Without the distributed optimizer a third exchange gathers the sums: the same bits everywhere.
 """
 
 from collections.abc import Callable
@@ -96,15 +93,10 @@ class TagcGradientSync(GradientSync):
         return Work(work, lambda: self._finish(received, own, flat.dtype, 1))
 
     def _inside_node(self, payloads: list[torch.Tensor], exact_bytes: list[int]) -> Work:
-        """Give each rank of the node what goes to the ranks with its index, to add it up first.
-
-        The sum of sketches is as large as one of them, that of packed values as their union: less between
-        nodes than all of them, either way.
-        """
+        """Give each rank of the node what goes to the ranks with its index, to add it up first: a sum is less
+        between nodes than all that is in it."""
         bucket, topology = self.bucket, self.bucket.topology
-        of_index = [
-            list(range(index, topology.world_size, topology.local)) for index in range(topology.local)
-        ]
+        of_index = [range(index, topology.world_size, topology.local) for index in range(topology.local)]
         received, work = start_to_owners(
             [torch.cat([payloads[owner] for owner in owners]) for owners in of_index],
             [sum(exact_bytes[owner] for owner in owners) for owners in of_index],
@@ -183,8 +175,7 @@ def start_to_owners(
 
     Args:
         payloads: uint8, by rank of the group; sizes are multiples of ALIGNMENT and may differ.
-        exact_bytes: how much of each payload is uncompressed.
-        link: the group: None = all ranks, intra = this node's, inter = those with this rank's index.
+        link: as for ``Topology.carrier``.
     Returns: uint8 ``[ranks, own bytes]``, row r from rank r, and the work handle.
     """
     topology = bucket.topology
