@@ -86,13 +86,10 @@ class TorchTransport:
         received = torch.empty_like(rows) if came is None else rows.new_empty((sum(came), rows.shape[1]))
         if self.on_send is not None:
             self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
-        return received, self._start_to_all(received, rows, to, came)
-
-    def _start_to_all(self, received: torch.Tensor, rows: torch.Tensor, to: Rows, came: Rows) -> Any:
         splits = ([], []) if to is None or came is None else (list(came), list(to))
         if len(self.groups) == 1:
-            return self.group.alltoall_base(received, rows, *splits, _TO_ALL)
-        return self._shared(
+            return received, self.group.alltoall_base(received, rows, *splits, _TO_ALL)
+        return received, self._shared(
             lambda group, into, part: group.alltoall_base(into, part, *splits, _TO_ALL), received, rows
         )
 
@@ -102,12 +99,9 @@ class TorchTransport:
         gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
             self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
-        return gathered, self._start_gather(gathered, payload)
-
-    def _start_gather(self, gathered: torch.Tensor, payload: torch.Tensor) -> Any:
         if len(self.groups) == 1:
-            return self.group._allgather_base(gathered, payload, _GATHER)
-        return self._shared(
+            return gathered, self.group._allgather_base(gathered, payload, _GATHER)
+        return gathered, self._shared(
             lambda group, into, part: group._allgather_base(into, part, _GATHER), gathered, payload
         )
 
@@ -140,16 +134,26 @@ class HostTransport(TorchTransport):
         super().__init__(memory.group, on_send)
         self.memory = memory
 
-    def _start_to_all(self, received: torch.Tensor, rows: torch.Tensor, to: Rows, came: Rows) -> Any:
+    def all_to_all(self, rows: torch.Tensor, to: Rows = None, came: Rows = None) -> tuple[torch.Tensor, Any]:
+        """As over torch.distributed."""
         even = [len(rows) // self.world_size] * self.world_size
         to, came = to or even, came or even
         if sum(to) != len(rows) or not len(to) == len(came) == self.world_size:
             raise ValueError(f"splits {to} and {came} of {len(rows)} rows, {self.world_size} ranks")
-        return self.memory.exchange(_parts(rows, to), _parts(received, came), (rows, received))
+        rows = rows.contiguous()
+        received = rows.new_empty((sum(came), rows.shape[1]))
+        if self.on_send is not None:
+            self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
+        return received, self.memory.exchange(_parts(rows, to), _parts(received, came), (rows, received))
 
-    def _start_gather(self, gathered: torch.Tensor, payload: torch.Tensor) -> Any:
+    def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """As over torch.distributed."""
+        payload = payload.contiguous()
+        gathered = payload.new_empty((self.world_size, payload.shape[1]))
+        if self.on_send is not None:
+            self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
         own = [DeviceBytes(payload.data_ptr(), payload.nbytes)] * self.world_size
-        return self.memory.exchange(own, _parts(gathered, [1] * len(own)), (payload, gathered))
+        return gathered, self.memory.exchange(own, _parts(gathered, [1] * len(own)), (payload, gathered))
 
 
 def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
