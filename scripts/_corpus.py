@@ -66,11 +66,11 @@ def read_documents(root: Path, skipped: set[str]) -> dict[str, str]:
 
 
 def write_corpus(directory: Path, source: str, max_mb: float, weights: Sequence[float] = (90, 5, 5)) -> None:
-    """Write train.jsonl, valid.jsonl and test.jsonl, one {"text": ..., "path": ...} object a line.
+    """Write train.jsonl, valid.jsonl and test.jsonl, one {"text": ..., "path": ...} object a line, of the
+    sources of stdlib or site-packages. A smaller corpus is a prefix of a larger one.
 
     Args:
-        source: stdlib or site-packages, of the interpreter that runs this.
-        max_mb: text of all splits, 10^6 bytes; a smaller corpus is a prefix of a larger one.
+        max_mb: text of all splits, 10^6 bytes.
         weights: of the splits, by file.
     """
     root = Path(sysconfig.get_path({"stdlib": "stdlib", "site-packages": "purelib"}[source]))

@@ -1,10 +1,8 @@
 """Data parallelism of a few ranks on one device, with the arithmetic of the real one.
 
-Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them
-(megatron.compression.data_parallel.codec_gradients): quantised inside each node, again between nodes, and
-without the distributed optimizer once more.
-Weights stay fp32 where they are trained; what all ranks compute with is bf16 and changes by what
-the codec of the weights says of the difference (megatron.compression.data_parallel.weights).
+Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them: quantised
+inside each node, again between nodes, and without the distributed optimizer once more. Weights stay fp32
+where they are trained; what all ranks compute with is bf16 and changes by the codec's difference.
 """
 
 from collections.abc import Sequence

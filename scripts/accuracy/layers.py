@@ -1,10 +1,8 @@
 """The layers of the simulation as operators that torch.compile leaves alone.
 
-As in Megatron: a row-parallel layer (attention projection, fc2) sums W partial products in the forward, a
-column-parallel one (qkv, fc1, output) sums W partial input gradients in the backward. With sequence
-parallelism the input of a column-parallel layer and the output gradient of a row-parallel one are gathered.
-The partial products are the real ones: rank w holds slice w of the weight's parallel dimension. Attention may
-share sequences between ranks (context parallelism).
+As in Megatron: a row-parallel layer sums W partial products in the forward, a column-parallel one W partial
+input gradients in the backward. With sequence parallelism the input of a column-parallel layer and the output
+gradient of a row-parallel one are gathered. Attention may share sequences between ranks.
 """
 
 import torch

@@ -3,10 +3,9 @@
 
     python -m scripts.accuracy.run --work-dir W --settings taco int8 int6:group=64-sp tah-quant-pp sdp4bit-dp
 
-The uncompressed run of each seed leaves a checkpoint at three quarters of its steps. Every setting
-(settings.py) continues from it to the end, on the same data. One worker a GPU, but at most one a seed, does
-the runs of its seeds one after the other. Results are a JSON line a run in W/results-SEED.jsonl; a later call
-does what is missing. Prints the table at the end (results.py).
+The uncompressed run of each seed leaves a checkpoint at three quarters of its steps, from which every setting
+(settings.py) continues on the same data. One worker a GPU does the runs of its seeds one after the other.
+Results are a JSON line a run in W/results-SEED.jsonl; a later call does what is missing.
 """
 
 import argparse

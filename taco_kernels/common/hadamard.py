@@ -37,11 +37,9 @@ def sylvester(C: tl.constexpr, VALUE: tl.constexpr, SHUFFLED: tl.constexpr, dtyp
 def shuffle(x, C: tl.constexpr):
     """Columns of x[R, G] in the order in which the tensor cores' registers hold them.
 
-    Of every 64 columns of an operand or accumulator a thread's registers hold pairs 8 apart: bits 1-2 of the
-    column number choose the thread. Here bits 4-5 of an element's number become those, so that a thread holds
-    16 consecutive elements: 16-byte accesses. Permuting bits leaves the parity of i & j alone, so H stays H
-    when its rows and columns are both shuffled.
-    """
+    There bits 1-2 of a column's number choose the thread. Here bits 4-5 of an element's number become those,
+    so that a thread holds 16 consecutive elements: 16-byte accesses. Permuting bits leaves the parity of i &
+    j alone, so H stays H when its rows and columns are both shuffled."""
     if C.POINT >= 64:
         x = tl.permute(tl.reshape(x, [C.R, C.G // 64, 4, 8, 2]), [0, 1, 3, 2, 4])
     return tl.reshape(x, [C.R, C.G])

@@ -19,11 +19,8 @@ MAGIC = tl.constexpr(12582912.0)
 
 @triton.jit
 def fp8_codes(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
-    """int32 codes of |v| <= qmax in integer arithmetic: n steps of the binade that |v| lies in.
-
-    LOWEST is the biased fp32 exponent of the smallest normal number. Codes are consecutive integers, so n
-    adds to the binade's first code also where it carries or where the number is subnormal.
-    """
+    """int32 codes of |v| <= qmax in integer arithmetic, as in reference.round_to_grid: n steps of the binade
+    that |v| lies in. LOWEST is the biased fp32 exponent of the smallest normal number."""
     bits = v.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
     scale = ((254 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)  # a power of two
@@ -65,11 +62,8 @@ def nearest_fp8(v, C: tl.constexpr):
 
 @triton.jit
 def fixed_point(h, inverse, C: tl.constexpr):
-    """int32[R, G] of an integer format: h * inverse plus 2^(BITS - 1), nothing for int8, in its lowest byte.
-
-    The other bits mean nothing. Nothing can saturate: the product is from -2^(BITS - 1) to qmax, up to its
-    rounding (reference.round_to_grid).
-    """
+    """int32[R, G] of an integer format: h * inverse plus 2^(BITS - 1), nothing for int8, in its lowest byte;
+    the other bits mean nothing. Nothing can saturate (reference.round_to_grid)."""
     BIAS: tl.constexpr = 0 if C.BITS == 8 else 2 ** (C.BITS - 1)
     inverse = tl.broadcast_to(inverse[:, None], [C.R, C.G])
     return tl.fma(h, inverse, MAGIC + BIAS).to(tl.int32, bitcast=True)
@@ -297,10 +291,8 @@ def sixteen_joined(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a
 
 @triton.jit
 def store_words(plane, words, first, groups, P: tl.constexpr, C: tl.constexpr):
-    """Store the int32 or int16 words, R * P bytes in order, as groups first... of a plane of P bytes a group.
-
-    Nothing beyond the last group.
-    """
+    """Store the int32 or int16 words, R * P bytes in order, as groups first... of a plane of P bytes a group;
+    nothing beyond the last group."""
     SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
     at = unit_pointers(plane, first, P, words.dtype, C)
@@ -397,11 +389,9 @@ def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl
 
 @triton.jit
 def load_halves(wire, first, groups, C: tl.constexpr):
-    """fp16[R, G]: integers for the codes of groups first... of the chunk at wire, see ``unpacking_assembly``.
-
-    They are too large by ``offset``, which is cheaper subtracted after the Hadamard transform: that of a
-    constant is zero but in its first element. Not interpretable.
-    """
+    """fp16[R, G]: integers for the codes of groups first... of the chunk at wire, too large by ``offset``,
+    which is cheaper subtracted after the Hadamard transform: that of a constant is zero but in its first
+    element. Not interpretable."""
     text: tl.constexpr = unpacking_assembly(C.BITS, C.BEND)
     registers: tl.constexpr = constraints("=h", 16, words_of(C.BITS))
     kinds: tl.constexpr = alike(tl.float16, 16)
@@ -455,11 +445,8 @@ def load_code_words(wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def magic_bits(groups):
-    """Bits of 2^23 in fp32, in a way that the compiler does not know them.
-
-    Known, they would be an immediate operand, of which an instruction takes only one: masking a byte and
-    setting it into them would be two instructions.
-    """
+    """Bits of 2^23 in fp32, in a way that the compiler does not know them: as an immediate operand, of which
+    an instruction takes only one, they would cost a second instruction."""
     return 0x4B000000 | (groups >> 31)
 
 

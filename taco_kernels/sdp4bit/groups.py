@@ -16,10 +16,8 @@ from taco_kernels.common.packing import add_products, four_joined, load_code_wor
 
 @triton.jit
 def rotation_matrix(VALUE: tl.constexpr, H: tl.constexpr, dtype: tl.constexpr):
-    """dtype[POINT, POINT]: VALUE * (-1)^popcount(i & j) inside blocks of BLOCK, zero outside.
-
-    Columns are in the order of ``common.hadamard.shuffle``.
-    """
+    """dtype[POINT, POINT]: VALUE * (-1)^popcount(i & j) inside blocks of BLOCK, zero outside, columns in the
+    order of ``common.hadamard.shuffle``."""
     row, column = tl.arange(0, H.POINT)[:, None], tl.arange(0, H.POINT)[None, :]
     column = shuffled(column)
     value = tl.where(odd(row & column & (H.BLOCK - 1)) == 1, -VALUE, VALUE)
@@ -103,10 +101,8 @@ def masked_xor(mask):
 
 @triton.jit
 def code(words, magic, SHIFT: tl.constexpr, B: tl.constexpr):
-    """fp32: the code that begins with bit SHIFT <= 16 of each word, below bit 23.
-
-    It stays where it is; the exponent that the magic number is given makes its lowest bit worth 1. In PTX, or
-    the compiler shares masks between codes, at two instructions each.
+    """fp32: the code that begins with bit SHIFT <= 16 of each word, below bit 23. It stays where it is; the
+    magic number's exponent makes its lowest bit worth 1. In PTX, or the compiler shares masks between codes.
     """
     MASK: tl.constexpr = (2**B.BITS - 1) << SHIFT
     OFFSET: tl.constexpr = 2 ** (B.BITS - 1)

@@ -147,10 +147,8 @@ def quantize_difference(new: torch.Tensor, old: torch.Tensor, format: GroupForma
 def sum_dequantize(
     wires: torch.Tensor, format: GroupFormat, out: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """``scale`` times the sum over S of wires uint8[S, rows, bytes], into out[rows, n], which is returned.
-
-    Summed in fp32 in the order of S before the inverse transform, scaled after it.
-    """
+    """``scale`` times the sum over S of wires uint8[S, rows, bytes], into out[rows, n], which is returned: in
+    fp32 in the order of S before the inverse transform, scaled after it."""
     check_rows(out, "out")
     format.check_wires(wires, (wires.shape[0], out.shape[0]), out.shape[-1])
     if out.numel() == 0:
@@ -162,13 +160,8 @@ def sum_dequantize(
 
 
 def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat) -> torch.Tensor:
-    """The sum over S of wires uint8[S, rows, bytes] of ``numel`` values, as wires of ``target``.
-
-    Both formats are rotated, or neither: the sum does not leave the domain of the codes.
-
-    Returns:
-        uint8[rows, bytes of target].
-    """
+    """The sum over S of wires uint8[S, rows, bytes] of ``numel`` values, as wires of ``target``: uint8[rows,
+    bytes of target]. Both formats are rotated, or neither: the sum does not leave the domain of the codes."""
     if format.hadamard != target.hadamard:
         raise ValueError(f"{format} and {target} must both be rotated or both not")
     rows = wires.shape[1]

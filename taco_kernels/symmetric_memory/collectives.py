@@ -81,10 +81,8 @@ def all_gather_encoded(
 
 
 def _run(kernel, channel, x, out, shape, config, config_out, numel, piece, dtype, layout) -> torch.Tensor:
-    """Launch ``kernel`` on ``x`` by a plan that is made once; returns ``out``, new if None.
-
-    The tensor has ``numel`` values of ``dtype`` in pieces of ``piece``; x has ``layout``.
-    """
+    """Launch ``kernel`` on ``x`` of ``layout``, ``numel`` values of ``dtype`` in pieces of ``piece``, by a
+    plan that is made once; returns ``out``, new if None."""
     channel.check()
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=x.device)

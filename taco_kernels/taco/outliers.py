@@ -47,11 +47,8 @@ def values_of(words: torch.Tensor) -> torch.Tensor:
 
 
 def split(groups: torch.Tensor, candidates: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists int32[blocks, SLOTS] of the largest candidates of fp32[n, G], and the groups without those.
-
-    Args:
-        candidates: bool[n, G], what may be listed; by default the outliers.
-    """
+    """Lists int32[blocks, SLOTS] of the largest ``candidates`` bool[n, G] (by default the outliers) of
+    fp32[n, G], and the groups without those."""
     candidates = is_outlier(groups) if candidates is None else candidates
     words = words_of(groups.masked_fill(~candidates, 0.0))
     if not candidates.any():
@@ -74,12 +71,9 @@ def add(groups: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def sum_lists(lists: list[torch.Tensor], h: torch.Tensor, rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One list a block of the senders' lists, and h with what found no slot there.
-
-    Args:
-        lists: int32[blocks, SLOTS] of each sender, added in this order.
-        h: fp32[n, G], the sum of the groups; in the Hadamard domain (of the mean) if ``rotated``.
-    """
+    """One list a block of the senders' lists, int32[blocks, SLOTS] added in their order, and h with what
+    found no slot there: fp32[n, G], the sum of the groups, in the Hadamard domain (of the mean) if
+    ``rotated``."""
     total = torch.zeros_like(h)
     for words in lists:
         total = add(total, words)

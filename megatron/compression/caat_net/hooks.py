@@ -49,12 +49,8 @@ class CaatNet(Dimension):
 
 
 def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> None:
-    """Make a model chunk a CAAT-Net of this sync fraction. Parameters and their names stay as they are.
-
-    Args:
-        chunk: a GPT model, not wrapped, whose tensor-parallel layers have their sites.
-    Raises: CompressionConfigError: a tensor-parallel layer that has no site.
-    """
+    """Make a GPT model, not wrapped, whose tensor-parallel layers have their sites, a CAAT-Net of this sync
+    fraction. Parameters and their names stay as they are."""
     for path, module in chunk.named_modules():
         communicates = isinstance(module, (*_CLASSES, ColumnParallelLinear, RowParallelLinear))
         if communicates and getattr(module, "site", None) is None:
@@ -84,10 +80,8 @@ def _check_layers(chunk: torch.nn.Module) -> None:
 
 
 def _share_weight_gradients(chunk: torch.nn.Module) -> None:
-    """Pair each partial output with the column-parallel layer that follows: projection, fc1; fc2, next qkv.
-
-    The latter pair is of two layers: they are not of one graph where layers are recomputed.
-    """
+    """Pair each partial output with the column-parallel layer that follows: projection, fc1; fc2, next qkv,
+    which are not of one graph where layers are recomputed."""
     layers = [layer for layer in chunk.decoder.layers if isinstance(layer, TransformerLayer)]
     pairs = [(layer.self_attention.linear_proj, layer.mlp.linear_fc1) for layer in layers]
     if chunk.config.recompute_granularity is None:

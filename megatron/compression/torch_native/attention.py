@@ -98,18 +98,16 @@ class SDPACoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend over this rank's heads.
+        """Attend over this rank's heads: ``[sq, b, heads * head_dim]``, of the values' head_dim.
 
         Args:
             query: ``[sq, b, heads, head_dim]``.
             key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups. Values may have
                 another head_dim.
             attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is NOT
-                allowed, or None. A mask replaces the causal one. A row without any allowed position gives
-                finite numbers of no meaning (megatron-core: the mean of all values).
-        Returns: ``[sq, b, heads * head_dim]``, of the values' head_dim, in the query's dtype.
-        Raises: InputError: an argument that is not covered, or that no kernel of ``--attention-backend`` has
-        (flash has no mask tensor on a GPU).
+                allowed; it replaces the causal one. A row without any allowed position gives finite numbers
+                of no meaning (megatron-core: the mean of all values).
+        Raises: InputError: an argument that is not covered, or that no kernel of ``--attention-backend`` has.
         """
         if packed_seq_params is not None:
             raise InputError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")
@@ -136,10 +134,8 @@ class SDPACoreAttention(MegatronModule):
         return torch.cat(contexts)
 
     def _attend(self, query, key, value, allowed: torch.Tensor | None, causal: bool) -> torch.Tensor:
-        """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``.
-
-        Causal queries that are fewer than the keys are those of the last positions.
-        """
+        """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``. Causal
+        queries that are fewer than the keys are those of the last positions."""
         if causal and query.size(0) < key.size(0):
             allowed, causal = _last_positions(query, key), False
         # [s, b, n, d] -> [b, n, s, d], as views.
@@ -176,10 +172,8 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Where queries ``[sq, ...]`` of the last positions of keys ``[sk, ...]`` may look.
-
-    On a GPU torch's own mark of that order: flash needs no mask then, and torch makes one for other kernels.
-    """
+    """Where queries ``[sq, ...]`` of the last positions of keys ``[sk, ...]`` may look: on a GPU torch's own
+    mark of that order, with which flash needs no mask."""
     if query.is_cuda:
         # causal_lower_right would take memory of the mask's shape on the host, though nothing is in it.
         mark = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
