@@ -68,7 +68,7 @@ def test_a_union_without_room_keeps_the_largest() -> None:
         x[rank].view(-1, ranks)[:, [other for other in range(ranks) if other != rank]] = 0.0
     wires, left = [], torch.zeros(numel)
     for row in x:
-        part = BitmapPart([0], numel, x.device, topology, keep=0.2)
+        part = BitmapPart([0], numel, x.device, topology, keep=0.2, bits=16)
         part.add_memory(row[None].clone())
         wires.append(part.encode(None)[0])
         left += part.memory[0]
