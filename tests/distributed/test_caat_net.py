@@ -65,11 +65,7 @@ def gradients_of(
         Parameters and gradients by name on this rank (NaN outside its shard), the names of replicated
         ones, its addend of the loss and the ledger's rows.
     """
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core import distributed
 
     from megatron.compression.caat_net import hooks
 
@@ -82,7 +78,8 @@ def gradients_of(
     stream, copy = rank % streams, rank // streams
     fill_parameters(model, stream)
     settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True) if sharded else {}
-    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(**settings), model)
+    ddp = distributed.DistributedDataParallelConfig(**settings)
+    wrapped = distributed.DistributedDataParallel(model.config, ddp, model)
     micro_batches = 2 if sharded else 1
     for micro_batch in range(micro_batches):
         inputs = batch(2 * copy + micro_batch, rank, BATCH)
@@ -92,7 +89,7 @@ def gradients_of(
             addend = _loss_of(wrapped(**inputs), stream)
             addend.backward()
         loss += float(addend)
-    (model.config.finalize_model_grads_func or finalize_model_grads)([wrapped])
+    (model.config.finalize_model_grads_func or distributed.finalize_model_grads)([wrapped])
     if sharded:
         _leave_own_shard(wrapped)
     return {

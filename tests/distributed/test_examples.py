@@ -340,11 +340,8 @@ def test_a_preempted_job_goes_on_where_it_stopped(tmp_path):
 def dataset(tmp_path_factory) -> dict[str, str]:
     """A little real text, made with the project's own scripts, as the variables that name it."""
     prefix, tokenizer = make_dataset(tmp_path_factory.mktemp("data"))
-    return {
-        "DATA_PATH": str(prefix),
-        "TOKENIZER_TYPE": "SentencePieceTokenizer",
-        "TOKENIZER_MODEL": str(tokenizer),
-    }
+    kind = "SentencePieceTokenizer"
+    return {"DATA_PATH": str(prefix), "TOKENIZER_TYPE": kind, "TOKENIZER_MODEL": str(tokenizer)}
 
 
 def train_under_torchrun(script: str, **variables: str) -> str:

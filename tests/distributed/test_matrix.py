@@ -44,10 +44,8 @@ PIPELINES = {
 }
 COMPRESSED_REPLICAS = ("--dp-compression", "sdp4bit")
 COMPRESSED_STAGES = ("--pp-compression", "tah-quant")
-OPTIMIZERS = {
-    "plain": "",
-    "distributed": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-}
+OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+OPTIMIZERS = {"plain": "", "distributed": OVERLAPPED}
 
 
 @dataclass(frozen=True)

@@ -84,17 +84,6 @@ def test_variants(validated):
     assert (eight["pp"], eight["dp"], eight["layers"]) == (8, 1, 36)
 
 
-def test_some_runs_share_payloads_as_the_uncompressed_run_does(tmp_path):
-    for name, variables, one in (
-        ("sdp4bit", {"SPEED": "1"}, True),
-        ("sdp4bit", {"MOCK": "1"}, False),
-        ("tagc", {"MOCK": "1"}, True),
-    ):
-        command_line(tmp_path, script(name), **variables)
-        found = (tmp_path / "torchrun.environment").read_text()
-        assert ("MEGATRON_COMPRESSION_COMMUNICATORS=1\n" in found) == one, name
-
-
 @pytest.mark.parametrize(
     ("name", "variables", "message"),
     [
@@ -117,11 +106,9 @@ def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
         ("caat_net", {}),
         ("caat_net", {"COMPRESSION": int8}),
         ("taco", {}),
-        ("taco", {"COMPRESSION": ""}),
         ("taco", {"COMPRESSION": int8}),
         ("taco", {"VARIANT": "none"}),
         ("taco", {"VARIANT": "none", "TP": "2", "PP": "2"}),
-        ("taco", {"VARIANT": "none", "USE_TE": "1"}),
         ("tah_quant", {"VARIANT": "none"}),
         ("tah_quant", {"VARIANT": "none", "PRECISION": "bf16"}),
     ]

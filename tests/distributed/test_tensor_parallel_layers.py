@@ -26,18 +26,16 @@ def _layer(kind, sequence_parallel, compressed, world_size, codec, rank, **setti
     init = torch.nn.init.xavier_normal_
     torch.manual_seed(3)
     module, prefix = (ours, "Compressed") if compressed else (core, "")
-    names = {
-        "row": "RowParallelLinear",
-        "column": "ColumnParallelLinear",
-        "embedding": "VocabParallelEmbedding",
-    }
+    names = {"row": "RowParallelLinear", "column": "ColumnParallelLinear"}
     sizes = (HIDDEN, WIDE) if kind == "column" else (WIDE, HIDDEN)
     options = {
         "row": dict(bias=True, input_is_parallel=True, skip_bias_add=False),
         "column": dict(gather_output=False),
         "embedding": dict(reduce_scatter_embeddings=sequence_parallel),
     }[kind]
-    layer = getattr(module, prefix + names[kind])(*sizes, config=config, init_method=init, **options)
+    layer = getattr(module, prefix + names.get(kind, "VocabParallelEmbedding"))(
+        *sizes, config=config, init_method=init, **options
+    )
     if compressed:
         group = parallel_state.get_tensor_model_parallel_group()
         layer.site = CommSite(kind, group, run_with(codec, **settings))

@@ -67,12 +67,8 @@ class Usage(NamedTuple):
         """That fit on a multiprocessor at once; 0: the launch fails."""
         limits = ARCHITECTURES[self.architecture]
         registers = -(-self.registers // 8) * 8 * 32 * self.warps
-        return min(
-            limits.programs,
-            64 * KIB // registers,
-            limits.shared // (self.shared + KIB),
-            limits.warps // self.warps,
-        )
+        memory = limits.shared // (self.shared + KIB)
+        return min(limits.programs, 64 * KIB // registers, memory, limits.warps // self.warps)
 
 
 def device_of(architecture: int) -> Device:

@@ -68,11 +68,8 @@ def test_every_specialisation_has_a_kernel_of_its_own() -> None:
     with recorded_launches(small_kernel, compiled=True) as (records, _):
         for fixed in numbers:
             prepared = Launch(small_kernel, (3,), fixed, dict(T=16, num_warps=1))
-            for dtype, offset, late in (
-                (torch.bfloat16, 0, 1),
-                (torch.bfloat16, 1, 2**31),
-                (torch.float32, 4, -7),
-            ):
+            launches = ((torch.bfloat16, 0, 1), (torch.bfloat16, 1, 2**31), (torch.float32, 4, -7))
+            for dtype, offset, late in launches:
                 tensors = base[dtype][offset:], out[offset // 4 :]
                 calls.append(lambda p=prepared, t=tensors, n=late: p(t, (n,)))
         prepared = Launch(small_kernel, (3, 2), numbers[0], dict(T=16, num_warps=1))

@@ -15,10 +15,7 @@ from megatron.compression.startup.implementation import Engine, check_implementa
 from tests.distributed.launch import environment, tiny_flags, torchrun
 
 WHOLE = {"__init__.py": "__version__ = '2.20.2'\n", "pytorch/__init__.py": ""}
-BROKEN = {
-    "__init__.py": "__version__ = '2.20.2'\n",
-    "pytorch/__init__.py": "raise OSError('libcudnn.so.9: gone')",
-}
+BROKEN = WHOLE | {"pytorch/__init__.py": "raise OSError('libcudnn.so.9: gone')"}
 SET_UP = "scripts/setup.sh --with-transformer-engine"
 
 

@@ -69,12 +69,8 @@ def test_overflow_of_the_input_is_not_the_codecs_error() -> None:
     clean = _error_of(x[2:])
     x[0, 3], x[1, 5] = float("inf"), float("nan")
     assert _error_of(x) == pytest.approx(clean, rel=1e-6)
-    assert (
-        _error_of(
-            _values(4, 256).index_fill(0, torch.tensor(1), float("nan")), parse_codec("sdp4bit:group=256")
-        )
-        < 1
-    )
+    one_row = _values(4, 256).index_fill(0, torch.tensor(1), float("nan"))
+    assert _error_of(one_row, parse_codec("sdp4bit:group=256")) < 1
     errors = ErrorMeter(0.01, 1)
     for value in (float("nan"), 0.0):
         errors.measure(*SITE, torch.full((4, GROUP), value), _codec())

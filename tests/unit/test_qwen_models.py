@@ -80,10 +80,8 @@ def test_flags_and_config_describe_the_same_model(name, parser, tmp_path) -> Non
     args = parser.parse_args(expand(["--qwen-model", name])[0])
     found = (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads)
     assert found == (model.layers, model.hidden, model.ffn, model.heads)
-    assert (args.num_query_groups, args.kv_channels or model.hidden // model.heads) == (
-        model.groups,
-        model.head_dim,
-    )
+    assert args.num_query_groups == model.groups
+    assert (args.kv_channels or model.hidden // model.heads) == model.head_dim
     assert args.padded_vocab_size == args.vocab_size == model.vocabulary
     assert args.untie_embeddings_and_output_weights != model.tied
     assert (args.add_qkv_bias, args.qk_layernorm) == (model.family == "qwen2", model.family == "qwen3")

@@ -117,12 +117,8 @@ def test_where_lossless_is_off() -> None:
     """Between stages unless flags are noted; everywhere in a repeated pass but for updated weights."""
     lossless = parse_codec("lossless")
     policy = Policy({one: Rule(lossless) for one in ("tp.forward", "pp.forward", "dp.weight")}, Ledger())
-    for state, off in (
-        (State.NOTED, []),
-        (State.ASKED, ["pp.forward"]),
-        (State.OFF, ["tp.forward", "pp.forward"]),
-    ):
-        overflow.state = state
+    wanted = {State.NOTED: [], State.ASKED: ["pp.forward"], State.OFF: ["tp.forward", "pp.forward"]}
+    for overflow.state, off in wanted.items():
         assert [one for one in policy.rules if policy.decide(one).why == "overflow"] == off
     overflow.state = State.ASKED
 

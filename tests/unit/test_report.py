@@ -28,9 +28,8 @@ def test_log_line_and_scalars() -> None:
     assert "tensor-parallel ratio: 1.833 |" in line
     assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION), "--train-samples"
     between = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
-    assert "dp.gradient (MB): 2.000 | between nodes: 0.500 of 2.000 |" in log_line(
-        3, 10, PER_ITERATION, between
-    )
+    line = log_line(3, 10, PER_ITERATION, between)
+    assert "dp.gradient (MB): 2.000 | between nodes: 0.500 of 2.000 |" in line
     values = scalars(PER_ITERATION)
     assert values["communication/tp.forward bytes"] == 0.5e6
     assert values["communication/tensor-parallel ratio"] == pytest.approx(1.1 / 0.6)
@@ -43,17 +42,9 @@ def _report() -> dict:
         {"iteration": 2, "split": "test", "losses": {"lm loss": 4.7}},
         {"iteration": 2, "losses": {"lm loss": 4.0}, "bytes_per_iteration": PER_ITERATION},
     ]
-    errors = [
-        {
-            "site": f"decoder.layers.{i}.mlp.linear_fc2",
-            "traffic": "tp.forward",
-            "relative_error": 0.03,
-            "ordinary_error": 0.03,
-            "peak": 9.0,
-            "samples": 1,
-        }
-        for i in range(3)
-    ]
+    measured = {"relative_error": 0.03, "ordinary_error": 0.03, "peak": 9.0, "samples": 1}
+    sites = [f"decoder.layers.{layer}.mlp.linear_fc2" for layer in range(3)]
+    errors = [{"site": site, "traffic": "tp.forward", **measured} for site in sites]
     return {"settings": {}, "world_size": 2, "history": history, "ledger_by_rank": [], "errors": errors}
 
 

@@ -132,10 +132,6 @@ class TestTokenizers:
             ({}, "no tokenizer: give --tokenizer-type"),
             ({"vocab_file": "/absent", "merge_file": "/absent"}, "--vocab-file /absent: no such file"),
             (
-                {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "a/b"},
-                "--tokenizer-model a/b: no such file",
-            ),
-            (
                 {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/models/absent"},
                 "--tokenizer-model /models/absent: no such file",
             ),

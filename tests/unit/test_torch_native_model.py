@@ -130,20 +130,12 @@ def test_rope_fusion_works_without_transformer_engine(monkeypatch) -> None:
 
 
 def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:
-    args = Namespace(
-        transformer_impl="local", reset_attention_mask=False, create_attention_mask_in_dataloader=True
-    )
+    usual = dict(transformer_impl="local", reset_attention_mask=False)
+    args = Namespace(**usual, create_attention_mask_in_dataloader=True)
     assert "--no-create-attention-mask-in-dataloader" in leave_out_causal_mask(args)
     assert not args.create_attention_mask_in_dataloader
     assert leave_out_causal_mask(args) is None
     for change in ({"reset_attention_mask": True}, {"transformer_impl": "transformer_engine"}):
-        args = Namespace(
-            **{
-                **vars(args),
-                "create_attention_mask_in_dataloader": True,
-                "reset_attention_mask": False,
-                **change,
-            }
-        )
+        args = Namespace(**usual | change, create_attention_mask_in_dataloader=True)
         assert leave_out_causal_mask(args) is None
         assert args.create_attention_mask_in_dataloader
