@@ -104,8 +104,10 @@ def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **ch
     return kind(**{**settings, **changes})
 
 
-def build_gpt(transformer, first=True, last=True, vp_stage=None, tied=False, positions="learned_absolute"):
-    """A model, or a stage of one, of torch-native layers or those that the ``TransformerConfig`` names."""
+def build_gpt(
+    transformer, first=True, last=True, vp_stage=None, tied=False, positions="learned_absolute", layers=None
+):
+    """A model, or a stage of one, of these layers or those that the ``TransformerConfig`` names."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
@@ -113,7 +115,7 @@ def build_gpt(transformer, first=True, last=True, vp_stage=None, tied=False, pos
 
     config = GPTModelConfig(
         transformer=transformer,
-        transformer_layer_spec=gpt_layer_spec,
+        transformer_layer_spec=layers or gpt_layer_spec,
         vocab_size=VOCABULARY,
         seq_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,

@@ -25,12 +25,6 @@ def test_exact_codecs_change_no_bit(results, case) -> None:
     schedules.test_lossless_changes_no_bit(results, case)
 
 
-@pytest.mark.parametrize("case", schedules.THOROUGH, ids=lambda case: case.name)
-def test_tah_quant_sends_few_bits(results, case) -> None:
-    """The bytes of the kernels, and losses near the exact ones."""
-    schedules.test_tah_quant_sends_few_bits(results, case)
-
-
 @pytest.mark.parametrize("codec", schedules.OTHER_CODECS)
 def test_any_codec(results, codec) -> None:
     """Each with its kernels, which send as such what is not finite."""

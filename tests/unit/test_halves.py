@@ -63,17 +63,12 @@ class _Weights(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
 
 
-def _inputs() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [
-        torch.randn(3, 1, WIDTH, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)
-    ]
-
-
-def _run() -> tuple[list[str], list[str], list[torch.Tensor]]:
-    """What is logged forward and backward, and gradients of inputs and weights."""
+def _run() -> tuple[list[str], list[str]]:
+    """What is logged forward and backward."""
     log: list[str] = []
-    inputs, weights = _inputs(), torch.nn.ModuleList(_Weights(seed) for seed in (1, 2))
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(3, 1, WIDTH, generator=generator).double().requires_grad_() for _ in range(2)]
+    weights = [_Weights(seed) for seed in (1, 2)]
     mlps = [
         _Mlp(name + half, log, of_block)
         for name, of_block in zip(("A", "MM"), weights, strict=True)
@@ -82,23 +77,7 @@ def _run() -> tuple[list[str], list[str], list[torch.Tensor]]:
     outputs = interleave([Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in mlps], inputs)
     forward, log[:] = list(log), []
     sum(one.square().sum() for one in outputs).backward()
-    return forward, log, [leaf.grad for leaf in [*inputs, *weights.parameters()]]
-
-
-def _plain() -> list[torch.Tensor]:
-    """The gradients by plain torch."""
-    inputs, weights, total = _inputs(), torch.nn.ModuleList(_Weights(seed) for seed in (1, 2)), 0
-    for x in inputs:
-        for block in weights:
-            x = x + (block.norm(x) @ block.first.t()).tanh() @ block.second.t()
-        total = total + x.square().sum()
-    total.backward()
-    return [leaf.grad for leaf in [*inputs, *weights.parameters()]]
-
-
-def test_gradients_are_those_of_plain_torch() -> None:
-    for found, wanted in zip(_run()[2], _plain(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    return forward, log
 
 
 def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
@@ -109,7 +88,7 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     monkeypatch.setattr(
         functions.WeightGradient, "compute", lambda self: [noted.append("w"), compute(self)][1]
     )
-    forward, backward, _ = _run()
+    forward, backward = _run()
     assert ", ".join(forward).replace(" tp.forward", "") == (
         "A1 computes, A1 start, A2 computes, A1 halfway, A2 start, A1 arrived, MM1 computes, A2 halfway, "
         "MM1 start, A2 arrived, MM2 computes, MM1 halfway, MM2 start, MM1 arrived, MM2 halfway, MM2 arrived"

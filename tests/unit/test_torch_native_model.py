@@ -13,22 +13,18 @@ host.install()
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
 
 from megatron.compression.patches import gaps  # noqa: E402
 from megatron.compression.setup import gpt_layer_spec  # noqa: E402
 from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
-from megatron.compression.torch_native.spec import (  # noqa: E402
-    leave_out_causal_mask,
-    rotary,
-)
+from megatron.compression.torch_native.spec import leave_out_causal_mask, rotary  # noqa: E402
+from tests.distributed.tiny_gpt import build_gpt  # noqa: E402
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
 
 
-def megatron_core_layers(model_config: GPTModelConfig):
+def megatron_core_layers(model_config):
     """megatron-core's local spec; its QK norm needs apex, so torch's takes its place."""
     settings = model_config.transformer
     spec = get_gpt_layer_local_spec(normalization=settings.normalization)
@@ -41,16 +37,7 @@ def megatron_core_layers(model_config: GPTModelConfig):
 def build(layer_spec, **changes) -> torch.nn.Module:
     """A tiny model with weights that depend on the seed alone."""
     torch.manual_seed(11)
-    gpt_config = GPTModelConfig(
-        transformer=config(**changes),
-        transformer_layer_spec=layer_spec,
-        vocab_size=64,
-        seq_length=24,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return GPTModelBuilder(gpt_config).build_model(groups, pre_process=True, post_process=True).to(DEVICE)
+    return build_gpt(config(**changes), positions="rope", layers=layer_spec).to(DEVICE)
 
 
 def train(model: torch.nn.Module, with_mask: bool, iterations: int = 10) -> list[float]:
