@@ -105,7 +105,7 @@ def follow(args: Namespace, run: Run, say: Callable[[str], None]) -> None:
 
 
 class WholeIterations:
-    """Stands around ``FullCudaGraphWrapper``: captures anew where decisions have changed, and measures."""
+    """Wraps ``FullCudaGraphWrapper``: captures anew where decisions have changed, and measures."""
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say

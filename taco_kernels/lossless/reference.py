@@ -17,8 +17,8 @@ three bytes, in pairs; the upper 2 bits of the three are the last two codes. Dis
 Values beyond the row's end are zeros.
 
 The area holds a share of the values' escapes, so a row may overflow. A flag in its header says so, and so
-does that of the first row that was encoded with it. A payload with the flag decodes to zeros: whoever has not
-looked computes on with finite values, and the flag tells that they are wrong.
+does that of the first row that was encoded with it. A payload with the flag decodes to zeros: a caller who
+has not looked computes on with finite values, and the flag tells that they are wrong.
 
 A row for which the coded form would be longer is stored as it is, after the header, and never overflows.
 """

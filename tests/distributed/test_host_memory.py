@@ -258,10 +258,11 @@ def data_parallel_worker(rank: int, world: int) -> list[str]:
         with no_peers():
             topology = find_topology(dist.group.WORLD, node_size, Transports(communicators=3))
         hops = {
-            link: type(topology.carrier(link)) for link in (None, "intra", "inter")[: 3 if node_size else 1]
+            link: type(topology.transport_over(link))
+            for link in (None, "intra", "inter")[: 3 if node_size else 1]
         }
         assert [one for one in hops if hops[one] is HostTransport] == ["intra" if node_size else None]
-        shared = {link: len(topology.carrier(link).groups) for link in hops}
+        shared = {link: len(topology.transport_over(link).groups) for link in hops}
         assert shared == ({None: 3, "intra": 1, "inter": 3} if node_size else {None: 1})
         check_the_same(topology, find_topology(dist.group.WORLD, node_size))
         lines.append(topology.describe())

@@ -5,7 +5,7 @@ With k = int(p * h) shared channels, W ranks, and rank r's partial sum y_r = x_r
     z_r[:k] = sum_j y_j[:k] + b[:k]                 shared: all-reduced, equal on all ranks
     z_r[k:] = sqrt(W) * (y_r[k:] + b[k:])           private: one partial sum, at the variance of W of them
 
-Each rank carries its own residual stream from there on, so that the loss is a function of W streams. Every
+Each rank has its own residual stream from there on, so that the loss is a function of W streams. Every
 gradient of a stream is the loss's by that rank's stream alone; the adjoint of the formula is
 
     dy_r[:k] = sum_j dz_j[:k],    dy_r[k:] = sqrt(W) * dz_r[k:]

@@ -80,7 +80,7 @@ class Tally:
 class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
     """What is counted while a CUDA graph is captured: (what counts, its arguments) -> how often.
 
-    It is sent by each replay, and counted then, in the replay's phase. Whoever counts adds to ``captured`` in
+    It is sent by each replay, and counted then, in the replay's phase. What counts adds to ``captured`` in
     place: a method would be a Python frame in each message.
     """
 

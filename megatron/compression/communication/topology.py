@@ -107,9 +107,9 @@ class Topology:
                 if size:
                     ledger.record(traffic, "compressed", operation, size, 0, part)
 
-        return self.carrier(link, count)
+        return self.transport_over(link, count)
 
-    def carrier(self, link: str | None = None, on_send: OnSend | None = None) -> TorchTransport:
+    def transport_over(self, link: str | None = None, on_send: OnSend | None = None) -> TorchTransport:
         """As ``transport``, with what counts the bytes."""
         if self.memory is not None and link == (None if self.nodes == 1 else INTRA):
             return HostTransport(self.memory, on_send)

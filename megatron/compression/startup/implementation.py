@@ -21,7 +21,7 @@ class Engine:
 
     version: str = ""
     missing: str = ""
-    """Why it cannot be used, behind its name; empty where it can."""
+    """Why it cannot be used, after its name; empty where it can."""
     fix: str = ""
     """What a user does about that; empty where nothing can be done here."""
 

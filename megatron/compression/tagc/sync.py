@@ -175,11 +175,11 @@ def start_to_owners(
 
     Args:
         payloads: uint8, by rank of the group; sizes are multiples of ALIGNMENT and may differ.
-        link: as for ``Topology.carrier``.
+        link: as for ``Topology.transport_over``.
     Returns: uint8 ``[ranks, own bytes]``, row r from rank r, and the work handle.
     """
     topology = bucket.topology
-    transport = topology.carrier(link)
+    transport = topology.transport_over(link)
     rank, counts = transport.group.rank(), [payload.numel() // ALIGNMENT for payload in payloads]
     rows, came = torch.cat(payloads).view(-1, ALIGNMENT), [counts[rank]] * transport.world_size
     received, work = transport.all_to_all(rows, counts, came)
