@@ -26,6 +26,8 @@ ALL_FIVE = """--tensor-model-parallel-size 2 --sequence-parallel --pipeline-mode
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     --taco group=32 --compression-min-mb 0 --pp-compression int8 --dp-compression sdp4bit
     --cp-compression int8 --ep-compression int8:group=32"""
+OVERLAP = """--overlap-moe-expert-parallel-comm --bf16 --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --moe-shared-expert-intermediate-size 32"""
 UNKNOWN = "that the ledger does not know"
 
 
@@ -135,6 +137,44 @@ def test_the_report_has_every_layer(compressed: tuple[ForkedRun, Path]) -> None:
     sites = {f"{layer}.mlp.{way}" for layer in layers for way in ("dispatch", "combine")}
     assert errors.keys() == {(site, f"ep.{way}") for site in sites for way in ("forward", "backward")}
     assert all(0.004 < error < 0.007 for error in errors.values())
+
+
+def test_two_micro_batches_overlap(tmp_path: Path) -> None:
+    """Three micro-batches, of which one's forward pass is interleaved with another's backward pass: with
+    identity megatron-core's own run; with int8 the messages and the first loss of a run without overlap.
+
+    Later losses differ with and without overlap, in megatron-core's own runs as well: it adds up the gradients
+    of a residual in another order.
+    """
+    short = "--train-iters 2 --global-batch-size 12"
+    plain = train(tmp_path, OVERLAP, short, ranks=2)
+    same(plain, train(tmp_path, OVERLAP, short, "--ep-compression identity", ranks=2))
+    lossy = train(tmp_path, OVERLAP, short, LOSSY, ranks=2)
+    apart = train(tmp_path, OVERLAP.split(maxsplit=1)[1], short, LOSSY, ranks=2)
+    assert lossy.losses[1] == apart.losses[1] != plain.losses[1]
+    assert lossy.losses == pytest.approx(plain.losses, rel=0.003)
+    assert calls(lossy, "ep.forward") == calls(apart, "ep.forward") == calls(lossy, "ep.backward")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layout", "codecs"),
+    [
+        (
+            "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+            "--pp-compression identity --dp-compression identity identity",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2",
+            "--tp-compression identity --compression-min-mb 0",
+        ),
+    ],
+)
+def test_overlap_with_other_dimensions(tmp_path: Path, layout: str, codecs: str) -> None:
+    """All through identity, multi-token prediction too: megatron-core's own run."""
+    more = "--train-iters 2 --global-batch-size 16 --mtp-num-layers 1 --position-embedding-type rope"
+    plain = train(tmp_path, OVERLAP, layout, more)
+    same(plain, train(tmp_path, OVERLAP, layout, more, codecs, "--ep-compression identity"))
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +74,21 @@ def stand_in():
         yield
     finally:
         sys.path.remove(str(STAND_IN))
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"delay_wgrad_compute": True}, {"cuda_graph_impl": "transformer_engine"}]
+)
+def test_who_defers_weight_gradients(config: dict) -> None:
+    """The layer's own store stays where Megatron's schedule or a graph computes what it has deferred."""
+    from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
+
+    layers, module, own = TransformerEngineLayers(run_with("int8")), torch.nn.Module(), object()
+    layers._patched = True
+    vars(module).update(tp_group=None, parallel_mode="row", sequence_parallel=False, wgrad_store=own)
+    vars(module).update(fuse_wgrad_accumulation=True, use_bias=False, config=SimpleNamespace(**config))
+    layers.attach(module, "decoder.layers.0.mlp.linear_fc2", 0)
+    assert (module.wgrad_store is own) == bool(config)
 
 
 def layers_worker(rank: int, world_size: int, sequence_parallel: bool, fuse: bool, recompute: bool) -> None:

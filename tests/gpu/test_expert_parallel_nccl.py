@@ -22,6 +22,7 @@ TRAINED = """--hidden-size 256 --num-experts 8 --moe-router-topk 2 --moe-token-d
     --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu --normalization RMSNorm --bf16
     --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --train-iters 20 --lr-decay-iters 20"""
+OVERLAP = "--overlap-moe-expert-parallel-comm --global-batch-size 12"
 
 pytestmark = [pytest.mark.multigpu, needs(2)]
 
@@ -47,8 +48,13 @@ def test_gradients_and_bytes(ranks: list[dict], layout: str) -> None:
     "layers",
     [
         "--transformer-impl local",
-        pytest.param(
-            "--transformer-impl transformer_engine --moe-grouped-gemm", marks=needs_transformer_engine
+        f"--transformer-impl local {OVERLAP}",
+        *(
+            pytest.param(
+                f"--transformer-impl transformer_engine --moe-grouped-gemm {more}",
+                marks=needs_transformer_engine,
+            )
+            for more in ("", f"{OVERLAP} --delay-wgrad-compute")
         ),
     ],
 )
@@ -65,4 +71,5 @@ def test_whole_runs(tmp_path: Path, layers: str) -> None:
 
 
 def _losses(report: Path, *flags: str) -> dict[int, float]:
-    return losses(train(*TRAINED.split(), *flags, processes=2, report=report))
+    streams = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # one queue would run them one after the other
+    return losses(train(*TRAINED.split(), *flags, processes=2, report=report, **streams))

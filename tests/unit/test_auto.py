@@ -120,8 +120,6 @@ def test_what_cannot_be_combined_is_a_line():
     assert (one.dimension, one.name, one.link) == ("expert_parallel", "none", "not timed")
     assert "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens" in one.why
     assert other.dimension == "context_parallel" and "keys and values on in a ring of its own" in other.why
-    flag = dict(moe_token_dispatcher_type="alltoall", overlap_moe_expert_parallel_comm=True)
-    assert "--overlap-moe-expert-parallel-comm exchanges tokens" in untimed(**flag)[0].why
 
 
 def test_layers_that_send_in_another_way_are_named():

@@ -73,6 +73,15 @@ class TestTokens:
         }
         assert not self.sent("expert_parallel", experts(expert_model_parallel_size=1))
 
+    def test_another_micro_batch_overlaps(self):
+        """Of 8 layers, 4 micro-batches in 8 s: a quarter second a layer, two thirds of it backward."""
+        args = experts(overlap_moe_expert_parallel_comm=True, global_batch_size=64)
+        messages = workload(args, 0, 20e12, 1e12).messages
+        found = [one for one in messages if one.dimension == "expert_parallel"]
+        assert [one.count for one in found] == [64, 64]
+        assert [one.overlap for one in found] == pytest.approx([0.25 / 3, 0.25 / 6])
+        assert [one.exposed_count for one in found] == [16, 16], "of one micro-batch each"
+
     def test_ranks_that_share_an_expert(self):
         """TP 2 with sequence parallelism: a rank has half of the tokens; a layer's MLP sends nothing else."""
         tensor = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)

@@ -101,7 +101,7 @@ def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -
         *_tensor_parallel(args, micro, bubble, flops / gemm_rate / 3, recomputed),
         *_data_parallel(args, parameters, computation / bubble / micro),
         *_pipeline_parallel(args, micro * virtual, computation / micro / virtual),
-        *_expert_parallel(args, micro * bubble, gemm_rate),
+        *_expert_parallel(args, micro * bubble, gemm_rate, computation / bubble / micro),
         *_context_parallel(args, micro * bubble),
     )
     return Workload(computation, messages)
@@ -202,14 +202,18 @@ def _expert_layers(args: Namespace) -> int:
     return -(-sum(map(bool, pattern)) // args.pipeline_model_parallel_size)
 
 
-def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[MessageKind]:
+def _expert_parallel(
+    args: Namespace, micro: float, gemm_rate: float, micro_batch: float
+) -> list[MessageKind]:
     """Four legs a layer: tokens to their experts and back, and their gradients, spread evenly where none are
-    dropped; probabilities and counts are left out. They overlap with nothing but shared experts that run
-    together with the dispatcher. ``micro`` includes a pipeline's bubbles, here and for context parallelism.
+    dropped; probabilities and counts are left out. They overlap with shared experts that run together with
+    the dispatcher, with another micro-batch's layers (``--overlap-moe-expert-parallel-comm``), or with nothing.
+    ``micro`` includes a pipeline's bubbles, here and for context parallelism; a micro-batch takes
+    ``micro_batch`` seconds.
     """
     layers = _expert_layers(args)
-    if not layers or args.moe_token_dispatcher_type == "flex" or args.overlap_moe_expert_parallel_comm:
-        return []  # the latter two send in another way, which cannot be timed: the config's check says how
+    if not layers or args.moe_token_dispatcher_type == "flex":
+        return []  # it sends in another way, which cannot be timed: the config's check says how
     tokens, samples, channels = activations(args)
     tokens *= samples
     if args.sequence_parallel:
@@ -242,16 +246,32 @@ def _expert_parallel(args: Namespace, micro: float, gemm_rate: float) -> list[Me
     rows = -(-rows // ranks) * ranks
     found = []
     if ranks > 1:
-        overlap = 0.0
-        if args.moe_shared_expert_overlap:
+        overlaps, alone = (0.0, 0.0), 0
+        if args.overlap_moe_expert_parallel_comm:
+            layer = micro_batch * args.pipeline_model_parallel_size / args.num_layers
+            overlaps = layer / 3, layer / 6  # half of another one's backward pass, half of its forward pass
+            alone = 2 * layers  # of the first micro-batch's forward pass, of the last one's backward pass
+        elif args.moe_shared_expert_overlap:
             products = 2 * tokens * channels * args.moe_shared_expert_intermediate_size
             overlap = products * (3 if args.swiglu else 2) / gemm_rate
+            overlaps = overlap / 2, overlap
         found = [
             MessageKind(
-                *("expert_parallel", f"ep.{way}", "all_to_all", (rows, width), dtype, 2 * count, hides),
+                *(
+                    "expert_parallel",
+                    f"ep.{way}",
+                    "all_to_all",
+                    (rows, width),
+                    dtype,
+                    2 * count,
+                    overlap,
+                    alone,
+                ),
                 unequal=not padded,
             )
-            for way, count, hides in (("forward", forward, overlap / 2), ("backward", backward, overlap))
+            for way, count, overlap in zip(
+                ("forward", "backward"), (forward, backward), overlaps, strict=True
+            )
         ]
     if sharing > 1:
         found += gathered("tensor_parallel", "tp", rows * sharing, not padded)

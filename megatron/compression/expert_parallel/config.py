@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.communication.collectives import why_not_rows
-from megatron.compression.dimension import SentOnce, refuse_flags
+from megatron.compression.dimension import SentOnce
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.graphs import refuse_host_splits
 
@@ -47,17 +47,13 @@ class ExpertParallelConfig(SentOnce):
             raise CompressionConfigError(
                 f"{self.flag} given, but the model has no experts; add --num-experts, or drop it"
             )
-        reason = "exchanges tokens on a stream of its own, by a plan of two micro-batches that "
-        reason += f"{self.flag} does not follow"
-        fix = f"drop one of the two, or {self.flag}"
-        refuse_flags(args, {"overlap_moe_expert_parallel_comm": reason}, fix)
-        refuse_host_splits(args, self.flag)
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":
             raise CompressionConfigError(
                 f"--moe-token-dispatcher-type flex ({args.moe_flex_dispatcher_backend}) sends tokens inside "
                 f"its kernels, past torch.distributed and {self.flag}; use alltoall or allgather, or drop it"
             )
+        refuse_host_splits(args, self.flag)
         values = args.moe_latent_size or args.hidden_size
         for flag, codec in ((self.flag, self.forward_codec), (self.backward_flag, self.backward_codec)):
             if codec is not None and (reason := why_not_rows(codec, values)):

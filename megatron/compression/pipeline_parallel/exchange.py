@@ -7,6 +7,7 @@ what arrives is decoded at once or when the schedule waits for it.
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Arrival:
     def decode(self, _: Any = None) -> None:
         """Fill the tensor from the payload, which has arrived."""
         if self._codec is not None:
+            _used_here(self.buffer)
             # .data: the schedule holds this very leaf already, and a copy would cost as much as the decoding
             self.tensor.data = self._codec.decode(self.buffer, self._shape, self.tensor.dtype)[0]
         self.buffer = None
@@ -147,6 +149,7 @@ class PipelineExchange:
             self._count_uncompressed(traffic, why, tensor)
             return tensor
         message_bytes(codec, tensor.shape, tensor.dtype)  # speaks where the codec does not fit
+        _used_here(tensor)
         payload = codec.encode(tensor[None])
         if codec.lossless:
             overflow.note(codec, payload)
@@ -187,10 +190,18 @@ class PipelineExchange:
             work = Work(request)
             if encoded.issuperset(names):
                 held = [payloads[name] for name in names]  # alive until the request has been waited for
-                self.in_flight.add(Work(request, held.clear))
+                self.in_flight.add(Work(request, partial(_used_here, *held)))
                 work = Work.completed()
             works |= dict.fromkeys(names, work)
         return works
+
+
+def _used_here(*tensors: torch.Tensor) -> None:
+    """Keep memory from other use until the current stream has passed this place. Under
+    ``--overlap-moe-expert-parallel-comm`` it may have been allocated, and be freed, on another stream."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 def _complete(

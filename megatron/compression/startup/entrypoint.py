@@ -157,13 +157,19 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
     return loss, tokens, {"lm loss": logged}
 
 
-def forward_step(data_iterator, model):
-    """One micro-batch forward. Returns: (per-token losses or the stage's output, the loss function)."""
+def forward_step(data_iterator, model, return_schedule_plan: bool = False):
+    """One micro-batch forward. Returns: (per-token losses or the stage's output, the loss function).
+
+    Args:
+        return_schedule_plan: return the micro-batch's plan in place of its output, which the schedule of
+            ``--overlap-moe-expert-parallel-comm`` executes node by node.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
-    output = model(
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    output = forward(
         batch["tokens"],
         batch["position_ids"],
         batch.get("attention_mask"),  # absent with --no-create-attention-mask-in-dataloader

@@ -104,9 +104,11 @@ class TransformerEngineLayers:
         # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
         bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         late = module.parallel_mode == "row" or module.sequence_parallel
-        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own.
-        graphs = getattr(getattr(module, "config", None), "cuda_graph_impl", "none")
-        late = late and graphs != "transformer_engine"
+        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own, and so does
+        # the schedule of --delay-wgrad-compute.
+        config = getattr(module, "config", None)
+        late = late and getattr(config, "cuda_graph_impl", "none") != "transformer_engine"
+        late = late and not getattr(config, "delay_wgrad_compute", False)
         if late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
             module.wgrad_store = DeferredStore(self.weight_gradients, partial(self._may_come_late, module))
 
