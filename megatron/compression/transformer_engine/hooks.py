@@ -104,7 +104,7 @@ class TransformerEngineLayers:
         # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
         bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         late = module.parallel_mode == "row" or module.sequence_parallel
-        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own, and so does
+        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own; so does
         # the schedule of --delay-wgrad-compute.
         config = getattr(module, "config", None)
         late = late and getattr(config, "cuda_graph_impl", "none") != "transformer_engine"
