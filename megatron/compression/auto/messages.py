@@ -207,7 +207,7 @@ def _expert_parallel(
 ) -> list[MessageKind]:
     """Four legs a layer: tokens to their experts and back, and their gradients, spread evenly where none are
     dropped; probabilities and counts are left out. They overlap with another micro-batch's layers
-    (``--overlap-moe-expert-parallel-comm``), with shared experts that run together with the dispatcher, or with
+    (``--overlap-moe-expert-parallel-comm``), with shared experts in the dispatcher, or with
     nothing. ``micro`` includes a pipeline's bubbles, here and for context parallelism; a micro-batch takes
     ``micro_batch`` seconds.
     """
