@@ -91,7 +91,7 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
     transport = HostTransport(memory, lambda *what: sent.append(what))
     generator, sizes = torch.Generator().manual_seed(rank), random.Random(0)
     under_way = []
-    for number in range(21):
+    for number in range(12):
         rows = [[sizes.choice((0, 1, 700, 4000)) for _ in range(world)] for _ in range(world)]
         rings_go_round = largest(2) * (SLOTS + 2) // 4000
         width = sizes.choice((1, 96, 700)) if number % 10 else rings_go_round
@@ -187,7 +187,7 @@ def no_peers(streams: Callable = Threads) -> Iterator[None]:
 def summed(topology: Topology, spec: str, sharded: bool) -> tuple[list, list[dict]]:
     """What three buckets under way at once hold after each of two steps, and the ledger."""
     ledger, device, found, syncs = Ledger(), test_tagc.DEVICE, [], []
-    for numel in (120_064, 20_480, 4 * 4096):
+    for numel in (60_032, 20_480, 4 * 4096):
         flat = torch.zeros(numel - (0 if sharded else 3), device=device)
         bucket = GradientBucket(flat, (), 0.25, sharded, topology, ledger)
         syncs.append(CodecGradientSync(bucket, parse_codec(spec)))

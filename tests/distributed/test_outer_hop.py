@@ -9,7 +9,7 @@ from megatron.compression.communication.audit import BackendAudit
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_ddp import Setup, Training, device_of, same_everywhere, start
 
-ITERATIONS = 4
+ITERATIONS = 3
 OUTER = Setup(instances=2)
 SEQUENTIAL = replace(OUTER, overlap=False)
 SETUPS = {
