@@ -106,7 +106,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        ms = f"{float(loss):.4f}, {1e3 * (time.perf_counter() - start):.0f} ms"
+        ms = f"{loss.item():.4f}, {1e3 * (time.perf_counter() - start):.0f} ms"
         if dist.get_rank() == 0:
             print(f"step {step + 1}: loss {ms}; {compression.summary()}", flush=True)
         done += 1
