@@ -188,6 +188,13 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
             assert sender.describe(message, 1.0).endswith("GB/s")
         found.append(watch.seconds(lambda: None))
         parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)  # of one rank each
+    sender = Sender(Transports(), lambda ranks, *_: find_topology(ranks), True, watch.device)
+    message = MessageKind("data_parallel", "dp.outer", "outer", (8192,), torch.bfloat16, 1.0)
+    rules = settings_of(CompressionConfig)["data_parallel"].type(compression="int8").rules(0)
+    found += [watch.seconds(sender.sends(message, rule)) for rule in (None, rules["dp.outer"])]
+    assert sender.describe(message, 1.0).startswith("0.0156 MiB all_reduce")
+    parallel_state.destroy_model_parallel()
     assert torch.equal(state, random_state())
     return found
 

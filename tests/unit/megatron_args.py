@@ -43,6 +43,7 @@ def megatron(**changes) -> argparse.Namespace:
         **dict(num_layers=8, hidden_size=4096, seq_length=2048, micro_batch_size=4, global_batch_size=16),
         **dict(sequence_parallel=False, params_dtype=torch.bfloat16, recompute_granularity=None),
         **dict(overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False),
+        **dict(num_distributed_optimizer_instances=1),
         **dict(use_distributed_optimizer=False, accumulate_allreduce_grads_in_fp32=True),
         **dict(ddp_bucket_size=None, num_experts=None, transformer_impl="local", swiglu=False),
     )

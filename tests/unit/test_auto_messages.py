@@ -44,6 +44,11 @@ class TestIteration:
         replicas = {**alone, "data_parallel_size": 4, "use_distributed_optimizer": True}
         assert counts(3 * 2**26, **replicas) == {"dp.gradient gradients": 3, "dp.weight weights": 3}
         assert counts(3 * 2**26, **alone) == {}
+        replicas |= {"num_distributed_optimizer_instances": 4}
+        assert counts(3 * 2**26, **replicas) == {"dp.outer outer": 3}, "an instance is one rank"
+        replicas |= {"num_distributed_optimizer_instances": 2}
+        outer = workload(megatron(**replicas), 2**26, 1e12, 1e12).messages[1]
+        assert (outer.traffic, outer.nbytes, outer.sent_as(True)) == ("dp.outer", 4 * 2**25, "all_reduce")
 
     def test_overlapped_buckets_leave_the_last_one(self):
         settings = dict(tensor_model_parallel_size=1, data_parallel_size=4, overlap_grad_reduce=True)

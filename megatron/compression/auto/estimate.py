@@ -91,14 +91,16 @@ class Group:
         """The group that a message is sent in; ranks are numbered as Megatron numbers them."""
         tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
         experts, sharing = args.expert_model_parallel_size, args.expert_tensor_parallel_size
+        inside = args.data_parallel_size * context // args.num_distributed_optimizer_instances
         tokens = message.operation in ("gather_tokens", "sum_tokens")
         ranks, stride = {
             "tensor_parallel": (sharing if tokens else tensor, 1),
             "context_parallel": (context, tensor),
-            "data_parallel": (args.data_parallel_size * context, tensor),
+            "data_parallel": (inside, tensor),
+            "outer": (args.num_distributed_optimizer_instances, tensor * inside),
             "expert_parallel": (experts * sharing, 1) if tokens else (experts, sharing),
             "pipeline_parallel": (2, args.world_size // args.pipeline_model_parallel_size),
-        }[message.dimension]
+        }["outer" if message.operation == "outer" else message.dimension]
         return cls(ranks, math.gcd(ranks, max(1, cluster.per_node // stride)), cluster)
 
     def seconds(self, operation: str, nbytes: float) -> float:

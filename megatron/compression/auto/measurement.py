@@ -39,6 +39,7 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.transport import Transports
 from megatron.compression.compression import Compression
 from megatron.compression.config import CompressionConfig
+from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.data_parallel.compressor import GradientBucket
 from megatron.compression.data_parallel.weights import BucketWeights
 from megatron.compression.errors import CompressionConfigError
@@ -115,7 +116,7 @@ class Sender:
     def __init__(
         self,
         transports: Transports,
-        topology: Callable[[dist.ProcessGroup], Topology],
+        topology: Callable[..., Topology],
         sharded: bool,
         device: torch.device,
     ) -> None:
@@ -139,7 +140,8 @@ class Sender:
 
         Made by all ranks together: a data-parallel codec makes the process groups of its topology.
         """
-        ways = {"exchange": self._exchange, "gradients": self._gradients, "weights": self._weights}
+        ways = {"exchange": self._exchange, "weights": self._weights}
+        ways |= dict.fromkeys(("gradients", "outer"), self._gradients)
         ways |= dict.fromkeys(_TOKENS, self._tokens)
         return ways.get(message.operation, self._collective)(message, rule)
 
@@ -199,15 +201,17 @@ class Sender:
         return Run(Policy(rules, ledger), ledger, transports=self._transports)
 
     def _gradients(self, message: MessageKind, rule: Rule | None) -> Callable[[], object]:
-        group = _group(message)
+        group, outer = _group(message), message.operation == "outer"
+        sharded = self._sharded and not outer
         x = _normal(message.shape, message.dtype, self._device)
         if rule is not None:
-            topology = self._topology(group)
-            bucket = GradientBucket(x, (), 1 / group.size(), self._sharded, topology, Ledger())
-            sync = rule.codec.build(bucket)
+            whose = (1 / _instance().size(), "the outer") if outer else ()
+            topology = self._topology(group, *whose)
+            bucket = GradientBucket(x, (), 1 / group.size(), sharded, topology, Ledger(), message.traffic)
+            sync = (CodecGradients(rule.codec) if outer else rule.codec).build(bucket)
             return lambda: sync.start().wait()
         x.zero_()
-        if not self._sharded:
+        if not sharded:
             return lambda: dist.all_reduce(x, group=group)
         shard = torch.empty_like(x.view(group.size(), -1)[0])
         return lambda: dist.reduce_scatter_tensor(shard, x, group=group)
@@ -258,8 +262,10 @@ def _ring(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _group(message: MessageKind) -> dist.ProcessGroup:
     dimension, operation = message.dimension, message.operation
+    if operation == "outer":
+        return parallel_state.get_inter_distributed_optimizer_instance_group()
     if dimension == "data_parallel":
-        return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+        return _instance()
     if dimension == "tensor_parallel" and operation in _TOKENS:
         return parallel_state.get_expert_tensor_parallel_group()
     if dimension == "tensor_parallel":
@@ -271,6 +277,11 @@ def _group(message: MessageKind) -> dist.ProcessGroup:
     if dimension == "expert_parallel":
         return parallel_state.get_expert_tensor_and_model_parallel_group()
     return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _instance() -> dist.ProcessGroup:
+    """The data-parallel ranks of an optimizer instance."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
 
 
 class Measurement:

@@ -21,7 +21,7 @@ codec's launches count as in training. More take proportionally longer."""
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _SENT_AS = {
-    **{"weights": "all_gather", "exchange": "send"},
+    **{"weights": "all_gather", "outer": "all_reduce", "exchange": "send"},
     **{"gather_tokens": "all_gather", "sum_tokens": "reduce_scatter"},
 }
 
@@ -42,8 +42,9 @@ class MessageKind:
     traffic: str
     """The ledger's class."""
     operation: str
-    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a bucket's);
-    all_to_all, gather_tokens, sum_tokens (of an expert layer's dispatcher)."""
+    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a bucket's),
+    outer (its shard's sum between optimizer instances); all_to_all, gather_tokens, sum_tokens (of an expert
+    layer's dispatcher)."""
     shape: tuple[int, ...]
     """Of the whole tensor over all ranks: what an all-gather makes, what a reduce-scatter takes. Of an
     all-to-all what a rank sends."""
@@ -144,24 +145,33 @@ def _tensor_parallel(
 def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list[MessageKind]:
     """Buckets, which may overlap with the last micro-batch's backward and the next one's forward pass; a
     micro-batch takes ``micro_batch`` seconds, forward and backward."""
-    ranks = args.data_parallel_size * args.context_parallel_size
-    if ranks == 1 or not parameters:
+    every, instances = (
+        args.data_parallel_size * args.context_parallel_size,
+        args.num_distributed_optimizer_instances,
+    )
+    if every == 1 or not parameters:
         return []
-    bucket = parameters
+    bucket, ranks = parameters, every // instances
     if args.overlap_grad_reduce:
-        bucket = min(parameters, args.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks))
+        bucket = min(parameters, args.ddp_bucket_size or max(40_000_000, 1_000_000 * every))
     values = -(-min(bucket, PROBE_VALUES) // ranks) * ranks
     count = parameters / values
     dtype = torch.float32 if args.accumulate_allreduce_grads_in_fp32 else args.params_dtype
 
-    def message(traffic: str, operation: str, dtype: torch.dtype, overlap: float) -> MessageKind:
+    def message(
+        traffic: str, operation: str, dtype: torch.dtype, overlap: float, values: int = values
+    ) -> MessageKind:
         sent = (values,), dtype, count, overlap / count
-        last = min(count, bucket / values) if overlap else 0.0  # nothing is computed while it is sent
+        last = (
+            min(count, bucket * count / parameters) if overlap else 0.0
+        )  # nothing is computed while it is sent
         return MessageKind("data_parallel", traffic, operation, *sent, last)
 
     overlap = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
-    found = [message("dp.gradient", "gradients", dtype, overlap)]
-    if args.use_distributed_optimizer:
+    found = [message("dp.gradient", "gradients", dtype, overlap)] if ranks > 1 else []
+    if instances > 1:
+        found.append(message("dp.outer", "outer", dtype, overlap, values // ranks))
+    if args.use_distributed_optimizer and ranks > 1:
         overlap = micro_batch / 3 if args.overlap_param_gather else 0.0
         found.append(message("dp.weight", "weights", args.params_dtype, overlap))
     return found

@@ -263,6 +263,7 @@ _SAME = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "micro_batch_size", "global_batch_size"),
     *("sequence_parallel", "params_dtype", "accumulate_allreduce_grads_in_fp32", "transformer_impl"),
     *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
+    "num_distributed_optimizer_instances",
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     *("ddp_bucket_size", "padded_vocab_size", "num_experts", "num_attention_heads"),
     *("num_query_groups", "kv_channels", "multi_latent_attention", "cuda_graph_impl"),
