@@ -50,10 +50,14 @@ class WeightGradients(deque[Callable[[], object]]):
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
         self.append(compute)
 
+    def compute_one(self) -> None:
+        """Launch the oldest."""
+        self.popleft()()
+
     def flush(self) -> None:
         """Launch all."""
         while self:
-            self.popleft()()
+            self.compute_one()
 
 
 class DeferredStore:
@@ -214,7 +218,7 @@ class TransformerEngineLayers:
         if place.traffic != "tp.backward" or ahead or not self.weight_gradients:
             return original(inp, group, async_op=asynchronous, **given)
         result, handle = original(inp, group, async_op=True, **given)
-        self.weight_gradients.popleft()()
+        self.weight_gradients.compute_one()
         if asynchronous or handle is None:
             return result, handle
         handle.wait()
@@ -226,7 +230,7 @@ class TransformerEngineLayers:
         """Overlap a weight gradient, and give TE the tensor that the handle fills."""
         if place.traffic == "tp.backward" and overlap:
             if self.weight_gradients:
-                self.weight_gradients.popleft()()
+                self.weight_gradients.compute_one()
             if work.exchanges > 1:
                 work.advance()  # its second exchange overlaps with the weight gradient that TE computes next
         if asynchronous:
