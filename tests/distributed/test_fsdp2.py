@@ -30,7 +30,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 301), nn.GELU(), nn.Linear(301, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 401), nn.GELU(), nn.Linear(401, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(self.norm(x))
@@ -103,6 +103,10 @@ def learning_worker(rank: int, ranks: int) -> None:
     int8 = train(model, 24)
     assert int8 != plain and close(int8, plain, 0.1)
     assert kinds(compression, "dp.gradient") == {"compressed"}
+    model, lines = build(), []
+    attach(model, "none", "tagc:layers=attention", say=lines.append)
+    train(model, 3)
+    assert [one for one in lines if "compresses no gradients: its layers have other names" in one]
     models, lines = [build(), build()], []
     for one in models:
         attach(one, "lossless", "int8", start_iteration=1, say=lines.append)

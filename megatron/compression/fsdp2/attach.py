@@ -141,6 +141,12 @@ class Fsdp2Compression:
         self.iteration += stepped
         for line in self.audit.finish() if self.audit is not None and stepped else ():
             self._say(f"compression: {line}")
+        gradients = self.run.policy.rule("dp.gradient")
+        if stepped and self.iteration == gradients.start_iteration + 1:
+            sent = self.run.ledger.totals()["dp.gradient"]
+            if sent["excluded"][0] and not sent["compressed"][0]:
+                why = "its layers have other names here, or are small; try tagc:layers=all"
+                self._say(f"compression: FSDP2: {gradients.codec.name} compresses no gradients: {why}")
 
     def _refresh(self, gather: WeightGather) -> None:
         """Ask the ranks whether lossless payloads fit, where weights have changed or it is not known of
