@@ -48,12 +48,8 @@ COMPRESSED = CompressionConfig(
 
 
 class Loop:
-    """Model, optimizer and data of one rank.
-
-    Args:
-        tensor, pipeline: parallel sizes; the other ranks are data-parallel.
-        compression: what is compressed.
-    """
+    """Model, optimizer and data of one rank of ``tensor`` and ``pipeline`` parallel sizes; the others are
+    data-parallel."""
 
     def __init__(self, tensor: int, pipeline: int, compression: CompressionConfig) -> None:
         parallel_state.initialize_model_parallel(tensor, pipeline)

@@ -66,13 +66,9 @@ def read_documents(root: Path, skipped: set[str]) -> dict[str, str]:
 
 
 def write_corpus(directory: Path, source: str, max_mb: float, weights: Sequence[float] = (90, 5, 5)) -> None:
-    """Write train.jsonl, valid.jsonl and test.jsonl, one {"text": ..., "path": ...} object a line, of the
-    sources of stdlib or site-packages. A smaller corpus is a prefix of a larger one.
-
-    Args:
-        max_mb: text of all splits, 10^6 bytes.
-        weights: of the splits, by file.
-    """
+    """Write train.jsonl, valid.jsonl and test.jsonl, one {"text": ..., "path": ...} object a line, of
+    ``max_mb`` of sources of stdlib or site-packages, split by file. A smaller corpus is a prefix of a larger
+    one."""
     root = Path(sysconfig.get_path({"stdlib": "stdlib", "site-packages": "purelib"}[source]))
     edges = [sum(weights[: i + 1]) / sum(weights) for i in range(len(weights) - 1)]
     lines: dict[str, list[str]] = {name: [] for name in SPLITS}

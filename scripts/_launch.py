@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,14 @@ def torchrun(
         timer.cancel()
     if process.returncode:
         raise RuntimeError(f"the run failed; its output is in {log}:\n{log.read_text()[-3000:]}")
+
+
+def rules_of(args: Namespace, words: list[str]) -> dict:
+    """The policy's rules where ``words`` are our flags, and ``args`` Megatron's."""
+    from megatron.compression import flags
+
+    own, _megatrons = flags.add_flags(ArgumentParser()).parse_known_args(words)
+    return flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters)
 
 
 def train(change: Callable) -> None:

@@ -355,8 +355,6 @@ def worker() -> None:
         import torch.distributed as dist
         from megatron.core import parallel_state
 
-        from megatron.compression import flags
-
         compression.run.policy.meter.interval = 0  # what it encodes would be timed too
         after_iteration = compression.on_training_log
 
@@ -367,10 +365,7 @@ def worker() -> None:
 
         compression.on_training_log = on_training_log
         if len(order["settings"]) > 1:
-            blocks = []
-            for words in order["settings"]:
-                own, _megatrons = flags.add_flags(argparse.ArgumentParser()).parse_known_args(words)
-                blocks.append(flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters))
+            blocks = [_launch.rules_of(args, words) for words in order["settings"]]
             policy = compression.run.policy
             policy.rules = BlockRules(policy.rules, blocks, order["iterations"], policy.iteration)
         if order["communicators"] > 1:

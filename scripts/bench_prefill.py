@@ -105,12 +105,7 @@ def worker() -> None:
     def change(args, compression, model_config) -> None:
         from megatron.training import training
 
-        from megatron.compression import flags
-
-        rules = []
-        for words in order["settings"]:
-            own, _megatrons = flags.add_flags(argparse.ArgumentParser()).parse_known_args(words)
-            rules.append(flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters))
+        rules = [_launch.rules_of(args, words) for words in order["settings"]]
 
         def prompts(forward_step, model, *others, **named):
             policy = compression.run.policy

@@ -10,13 +10,9 @@ megatron-core sums these itself."""
 
 
 def cut_without_mark(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
-    """Parameters that are cut over tensor parallelism without Megatron's mark ``tensor_model_parallel``.
-
-    Each rank has its own values of them, such as of attention's ``softmax_offset``. The model's
-    ``sharded_state_dict`` says so: it is what checkpoints are cut by.
-
-    Returns: their names in ``module``, on every rank of a tensor-parallel group alike.
-    """
+    """Parameters that are cut over tensor parallelism without Megatron's mark ``tensor_model_parallel``, such
+    as attention's ``softmax_offset``, with their names; by the model's ``sharded_state_dict``, by which
+    checkpoints are cut."""
     cut = {
         id(saved.data)
         for saved in sharded_state_dict_default(module).values()

@@ -250,11 +250,8 @@ def install_tracker(random_module) -> None:
 
 
 def _share_gloo_device() -> None:
-    """Give each gloo group that is made from now on this process's one device.
-
-    A device has a thread that wakes a hundred times a second. Megatron makes dozens of groups, each with a
-    device of its own: on a few cores their threads leave little to the ranks.
-    """
+    """Give each gloo group that is made from now on this process's one device, whose thread wakes a hundred
+    times a second. Megatron makes dozens of groups."""
     make = ProcessGroupGloo.__init__
     if hasattr(make, "__wrapped__"):
         return

@@ -22,12 +22,8 @@ _EXPECTED_WARNINGS = (
 
 
 def _with_own_generator(build, *args, **kwargs):
-    """For build_pretraining_data_loader: the loader draws its workers' seed from a generator of its own.
-
-    On GPUs that draw comes from the CPU generator and dropout from the device's. Here both would come from
-    one generator, and only tensor-parallel rank 0 has loaders: the ranks' dropout masks would part ways, and
-    so would a resumed run from an uninterrupted one.
-    """
+    """For build_pretraining_data_loader: the loader draws its workers' seed from a generator of its own. From
+    the CPU generator, which dropout uses here too, only tensor-parallel rank 0 would draw."""
 
     loader = build(*args, **kwargs)
     if isinstance(loader, torch.utils.data.DataLoader):
@@ -63,11 +59,8 @@ def install_core() -> None:
 
 
 def _load(name: str):
-    """Import a Megatron module with torch.compile as the identity.
-
-    Why: `megatron.core.jit.jit_fuser` is torch.compile, applied to small elementwise functions while the
-    modules load. On CPU that costs seconds of C++ compilation in each process and gains nothing.
-    """
+    """Import a Megatron module with torch.compile as the identity: `jit_fuser` applies it to small functions,
+    which on CPU costs seconds of C++ compilation in each process and gains nothing."""
     if "megatron.core.jit" in sys.modules:  # too late for the import below: leave the functions uncompiled
         importlib.import_module("torch._dynamo").config.disable = True
     for message in _EXPECTED_WARNINGS:

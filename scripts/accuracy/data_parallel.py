@@ -21,12 +21,8 @@ NODES = 2
 
 
 def sum_gradients(rows: Tensor, hops: tuple[Codec, Codec], scale: float, unsharded: bool = False) -> Tensor:
-    """fp32 [n], ``scale`` times the sum of the ranks' gradients [RANKS, n], n a multiple of 4096.
-
-    Args:
-        hops: the codecs inside a node and between nodes.
-        unsharded: encode the sum once more, to be gathered.
-    """
+    """fp32 [n], ``scale`` times the sum of the ranks' gradients [RANKS, n], n a multiple of 4096, by the
+    codecs inside a node and between nodes; ``unsharded``: the sum is encoded once more, to be gathered."""
     first, last = hops
     payloads, shape = first.encode(rows).view(NODES, RANKS // NODES, 1, -1), rows.shape[1:]
     nodes = torch.cat([first.decode_sum_encode(node, shape, last) for node in payloads])

@@ -93,13 +93,9 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class QwenBlock(nn.Module):
-    """One layer on [T, h], T = batch * sequence; fp32 weights. qkv holds one query group after the other,
-    fc1 gates and values alternating, so that equal slices of them are the ranks' own.
-
-    Args:
-        model: its numbers; family qwen2 has biases on q, k and v, qwen3 norms of q and k.
-        sequence: tokens of one.
-    """
+    """One layer on [T, h], T = batch * sequence; fp32 weights. qkv holds one query group after the other, fc1
+    gates and values alternating, so that equal slices of them are the ranks' own. Family qwen2 has biases on
+    q, k and v, qwen3 norms of q and k."""
 
     def __init__(self, model: DenseModel, sequence: int) -> None:
         super().__init__()
@@ -147,12 +143,8 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Token ids [B, S] and targets to the loss of each token, through the exchange that layers.attach named.
-
-    Args:
-        config: shape.
-        compile_blocks: whether to compile the layers (one graph for all) and the loss.
-    """
+    """Token ids [B, S] and targets to the loss of each token, through the exchange that layers.attach
+    named."""
 
     def __init__(self, config: ModelConfig, compile_blocks: bool = False) -> None:
         super().__init__()

@@ -39,11 +39,7 @@ class Schedule:
 
 
 class Corpus:
-    """Tokens of all parts, on the device, as windows of sequence + 1.
-
-    Args:
-        data: paths of the tokenized text by split (train, valid), vocabulary below 65,500.
-    """
+    """Tokens of all parts, ids below 65,500, on the device, as windows of sequence + 1."""
 
     def __init__(
         self, data: dict[str, str], sequence: int, device: str, max_valid_tokens: int = 2_000_000
@@ -109,12 +105,8 @@ class Trainer:
         self.step = state["step"]
 
     def run(self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None) -> dict:
-        """Train ``steps`` steps under a setting and evaluate: losses of the steps, validation loss.
-
-        Args:
-            seed: of the order of the data.
-            save: checkpoints to write, by the step at which they are taken.
-        """
+        """Train ``steps`` steps under a setting and evaluate: losses of the steps, validation loss. ``save``:
+        checkpoints to write, by the step at which they are taken."""
         model, schedule, corpus = self.model, self.schedule, self.corpus
         layers.attach(Exchange(setting))
         model.use(setting)

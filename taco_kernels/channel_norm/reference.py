@@ -107,11 +107,7 @@ def inverse(rms: torch.Tensor) -> torch.Tensor:
 
 
 def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
-    """uint8 ``[wire_bytes]`` of x ``[tokens, channels]`` (bf16, fp16, fp32; any stride).
-
-    Raises:
-        ValueError: x is not of the layout's shape.
-    """
+    """uint8 ``[wire_bytes]`` of x ``[tokens, channels]`` (bf16, fp16, fp32; any stride)."""
     check_tensor("x", x, x.dtype, (layout.tokens, layout.channels))
     found = statistics(x, layout.config.outliers)
     z = (x.float() - found[0].float()) * inverse(found[1])
@@ -120,11 +116,7 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
 
 
 def decode(wire: torch.Tensor, layout: ChannelNormLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of encode: ``[tokens, channels]`` in ``dtype``, rounded to it once.
-
-    Raises:
-        ValueError: wire is not uint8 ``[wire_bytes]``.
-    """
+    """Inverse of encode: ``[tokens, channels]`` in ``dtype``, rounded to it once."""
     check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
     found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(2, -1).float()
     shape = (layout.tokens, layout.channels)

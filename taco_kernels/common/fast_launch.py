@@ -77,16 +77,8 @@ class Launch:
         self._compiled: dict[tuple, tuple] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], late: tuple[int, ...] = ()) -> None:
-        """Start the kernel on the current device and stream.
-
-        Args:
-            tensors: on the current device.
-            late: integers, of parameters marked ``do_not_specialize``.
-
-        Raises:
-            TypeError: the kernel's parameters are not in the order of this class, or one of ``late`` would
-                be specialised on.
-        """
+        """Start the kernel on the current device, where ``tensors`` are, and stream. ``late``: integers, of
+        parameters marked ``do_not_specialize``; others raise TypeError."""
         if self._plain:
             self.kernel[self.grid](*tensors, *self.fixed, *late, **self.constants)
             return

@@ -12,11 +12,8 @@ import torch
 
 
 class GraphObserver[Content]:
-    """Keeps what each graph contains, and is told of its replays.
-
-    Args:
-        new: makes the content of a capture that begins, to be filled in place.
-    """
+    """Keeps what each graph contains, which ``new`` makes when a capture begins, and is told of its
+    replays."""
 
     def __init__(self, new: Callable[[], Content]) -> None:
         self._new = new

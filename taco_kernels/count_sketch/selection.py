@@ -44,11 +44,8 @@ def _ranks(numel: int, keep: float, device: torch.device | str) -> torch.Tensor:
 
 
 def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds that keep candidate shares, up to ``keep``, of the rows of x fp32 ``[S, numel]``.
-
-    Returns:
-        fp32 ``[S, CLASSES]``, falling; uint8 ``[S, samples]``: how many of them each sampled value reaches.
-    """
+    """Thresholds, fp32 ``[S, CLASSES]``, falling, that keep candidate shares, up to ``keep``, of the rows of
+    x fp32 ``[S, numel]``; and how many of them each sampled value reaches, uint8 ``[S, samples]``."""
     positions = sample_positions(x.shape[1], sample_count(x.shape[1]), x.device)
     sample = x[:, positions].abs()
     ordered = sample.sort(dim=1, descending=True).values
@@ -60,10 +57,8 @@ def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor
 
 def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float) -> torch.Tensor:
     """The thresholds fp32 ``[S]`` of the largest candidate share whose union stays below ``density``, with
-    CONFIDENCE standard deviations of the sampling to spare; of the smallest one if none does.
-
-    ``union_classes``: uint8 ``[S, samples]``, the senders' maximum of ``candidates``' classes.
-    """
+    CONFIDENCE standard deviations of the sampling to spare (else of the smallest), by the senders' maximum of
+    ``candidates``' classes."""
     shards, samples = union_classes.shape
     counts = torch.zeros((shards, CLASSES + 1), dtype=torch.int64, device=thresholds.device)
     counts.scatter_add_(1, union_classes.long(), torch.ones_like(union_classes, dtype=torch.int64))

@@ -66,13 +66,8 @@ def all_gather_encoded(
     config: CodecConfig,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every rank's tensor, decoded, one after the other along the first dimension.
-
-    Args:
-        channel, config, out: as for ``all_reduce``.
-        wire: uint8[1, wire_bytes], what ``taco_kernels.taco.encode`` made of a tensor of ``shape`` and
-            ``dtype``.
-    """
+    """Every rank's tensor, decoded, one after the other along the first dimension; ``wire``, uint8[1,
+    wire_bytes], is what ``taco_kernels.taco.encode`` made of a tensor of ``shape`` and ``dtype``."""
     numel = torch.Size(shape).numel()
     check_tensor("wire", wire, torch.uint8, (1, config.wire_bytes(numel)))
     shape = channel.world_size * shape[0], *shape[1:]

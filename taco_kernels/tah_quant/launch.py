@@ -114,11 +114,8 @@ def from_fp16(bits):
 
 @triton.jit
 def grid_of(low, high, fits, C: tl.constexpr):
-    """Grid between low and high, fp32[R], of tiles; NaN for a step where they do not fit.
-
-    Returns: int32[R], step and zero point in fp16, the step in the lower half; the inverse of the step; the
-    zero point in fp32.
-    """
+    """Grid between low and high, fp32[R], of tiles; NaN for a step where they do not fit: int32[R], step and
+    zero point in fp16, the step in the lower half; the inverse of the step; the zero point in fp32."""
     zero_bits = round_down_fp16(tl.where(fits, low, 0.0))
     zero = from_fp16(zero_bits)
     span = tl.maximum(tl.where(fits, high, 0.0) - zero, 0.0)

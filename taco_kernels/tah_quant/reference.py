@@ -321,11 +321,7 @@ def code_values(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, to
 
 
 def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Invert encode: uint8[wire_bytes] to a tensor of ``shape`` and ``dtype``.
-
-    Raises:
-        ValueError: the wire is not of the size that the settings and the shape demand.
-    """
+    """Invert encode: uint8[wire_bytes] to a tensor of ``shape`` and ``dtype``."""
     layout = layout_of(config, tuple(shape))
     check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
     if not layout.numel:

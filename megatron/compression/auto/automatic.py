@@ -23,14 +23,8 @@ LOOKED_AT = 3
 
 
 class Automatic:
-    """Completes the config before ``Compression.attach_model``.
-
-    Args:
-        args: Megatron's, validated.
-        flops: of an iteration over all ranks.
-        say: prints a line, on rank 0 alone.
-        publish: receives {"auto": ..., "compression": ...} for the report.
-    """
+    """Completes the config before ``Compression.attach_model``. ``flops`` are an iteration's over all ranks;
+    ``say`` prints a line on rank 0; ``publish`` receives {"auto": ..., "compression": ...} for the report."""
 
     def __init__(
         self,

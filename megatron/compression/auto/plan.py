@@ -132,13 +132,8 @@ def within(budget: float, dimension: str) -> list[Recipe]:
 
 
 def choose(gains: Mapping[str, Mapping[Recipe, float]], budget: float) -> dict[str, Recipe]:
-    """The recipes with the largest gain whose losses add up to no more than the budget.
-
-    Args:
-        gains: by dimension, the part of an iteration that each recipe saves.
-        budget: percent.
-    Returns: By dimension; those that are left out stay uncompressed.
-    """
+    """The recipes, by dimension, with the largest gain (the part of an iteration that each saves) whose
+    losses add up to no more than the budget (percent); dimensions that are left out stay uncompressed."""
     options: list[list[tuple[str, Recipe | None, float]]] = []
     for dimension, by_recipe in gains.items():
         good = [(dimension, one, gain) for one, gain in by_recipe.items() if gain >= TRIED]
@@ -275,11 +270,8 @@ _SAME = (
 
 
 def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a plan was made for, as JSON-ready values; for another run it is made anew.
-
-    Args:
-        settings: of compression, as the flags have them, less what does not change results.
-    """
+    """What a plan was made for, as JSON-ready values; for another run it is made anew. ``settings`` are
+    compression's, less what does not change results."""
     kept = {name: getattr(args, name, None) for name in _SAME}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return dict(json.loads(json.dumps({**kept, "device": device, "settings": settings}, default=str)))

@@ -38,11 +38,7 @@ from megatron.compression.tensor_parallel.layers import (
 
 def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str, private: int = 0) -> Work:
     """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum.
-
-    Args:
-        private: bytes of the channels that ordinary tensor parallelism would sum as well: the ledger counts
-            them as not sent.
-    """
+    ``private``: bytes that ordinary tensor parallelism would sum as well, counted as not sent."""
     codec, why = site.decide(traffic, tensor.nbytes)
     if private:
         plain = bytes_sent("all_reduce", private, site.group.size())

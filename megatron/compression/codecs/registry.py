@@ -32,12 +32,8 @@ _ON = {"on": True, "true": True, "off": False, "false": False}
 
 
 class Registry:
-    """Dataclasses by name, and the strings that describe their instances.
-
-    Args:
-        entry_points: the group of entry points that other packages register theirs under.
-        modules: packages of ours; every module in them is imported before the first look-up.
-    """
+    """Dataclasses by name, and the strings that describe their instances; from packages of ours, ``modules``,
+    and from the group of entry points of other packages."""
 
     def __init__(self, what: str, entry_points: str, modules: tuple[str, ...]) -> None:
         self.what, self._entry_points, self._modules = what, entry_points, modules

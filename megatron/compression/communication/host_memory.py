@@ -244,13 +244,10 @@ class _UnderWay:
 
 
 class HostMemory:
-    """Memory that the ranks of a group share, and their exchanges through it. Construction is collective.
-
-    It is 64 MiB at 2 ranks, 192 at 4, 448 at 8, until the process ends. All ranks make the same exchanges in
-    the same order. If a rank dies the others' streams wait, until the launcher or a watchdog ends them.
-
-    Raises: HostMemoryError: the same on every rank.
-    """
+    """Memory that the ranks of a group share, and their exchanges through it, the same in the same order on
+    all. It is 64 MiB at 2 ranks, 192 at 4, 448 at 8, until the process ends. If a rank dies the others'
+    streams wait, until the launcher or a watchdog ends them. Construction is collective, and raises
+    HostMemoryError on every rank."""
 
     def __init__(self, group: dist.ProcessGroup, streams: Callable[[int, int], Any] = CopyEngines) -> None:
         self.group, self.rank, self.world = group, group.rank(), group.size()

@@ -64,10 +64,7 @@ class ErrorMeter:
     ) -> None:
         """Encode and decode a sample of ``tensor`` and keep the squared error and signal. Of two hops of a
         codec the larger error counts. Groups with a NaN or Inf are left out: they are the loss scaler's.
-
-        Args:
-            bounded: whether the bound concerns it: every rank that shares the site measures it.
-        """
+        ``bounded``: the bound concerns it, so every rank that shares the site measures it."""
         if codec.lossless or not tensor.numel():
             return
         tensor = tensor.detach()
@@ -147,13 +144,8 @@ class ErrorMeter:
 
 
 def squares(exact: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
-    """fp64 ``[2, 2]``: squared error and squared signal, of all values and of those without outliers.
-
-    Where all others of a group are zeros nothing is hidden, and none is an outlier.
-
-    Args:
-        exact, difference: ``[n, GROUP]``, groups in rows.
-    """
+    """fp64 ``[2, 2]``: squared error and squared signal, of all values of ``[n, GROUP]`` and of those without
+    outliers, of which there are none where all others of a group are zeros."""
     outliers = is_outlier(exact)
     outliers &= (exact.masked_fill(outliers, 0.0) != 0).any(-1, keepdim=True)
     both = torch.stack([difference, exact]).square()

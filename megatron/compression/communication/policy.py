@@ -85,14 +85,9 @@ class Rule:
 
 @dataclass
 class Policy:
-    """Decides for every message of a run, without synchronisation.
-
-    Args:
-        rules: by traffic class; one that has none is off.
-        iteration: the zero-based training iteration that all ranks are in, asked at each decision.
-        validate_uncompressed: evaluation sends activations uncompressed.
-        meter: measures errors; knows the sites whose error has passed ``--compression-error-bound``.
-    """
+    """Decides for every message of a run, without synchronisation: by the rules of traffic classes, the
+    zero-based training iteration that all ranks are in, and the sites whose error has passed the meter's
+    bound."""
 
     rules: dict[str, Rule]
     ledger: Ledger

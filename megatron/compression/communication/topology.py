@@ -20,10 +20,8 @@ INTRA, INTER = "intra", "inter"
 
 
 def group_by_node(node_of_rank: Sequence[int]) -> tuple[int, int] | None:
-    """(nodes, ranks a node) of a group whose member i sits on node ``node_of_rank[i]``.
-
-    None unless every node holds equally many ranks, one after the other: only then can an exchange between
-    nodes pair each rank with one of every other node.
+    """(nodes, ranks a node) of a group whose member i sits on node ``node_of_rank[i]``; None unless every
+    node holds equally many ranks, one after the other, so that each has one of every other node to pair with.
     """
     world = len(node_of_rank)
     local = next((i for i in range(world) if node_of_rank[i] != node_of_rank[0]), world)
@@ -173,11 +171,8 @@ def nodes_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def nodes_by_views(sizes: Sequence[int], hosts: Sequence[str]) -> list[int]:
-    """The node of every rank of the job, by how many ranks each says its own has (0: it does not know).
-
-    By the hosts' names where nodes would not hold consecutive ranks, all of one word, or one node would be
-    several hosts (ranks that go round the hosts).
-    """
+    """The node of every rank of the job, by how many ranks each says its own has (0: it does not know); by
+    the hosts' names where nodes would not hold consecutive ranks or one node would be several hosts."""
     nodes: list[int] = []
     while len(nodes) < len(sizes):
         first, size = len(nodes), sizes[len(nodes)]

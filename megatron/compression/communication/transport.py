@@ -76,12 +76,9 @@ class TorchTransport:
     fused_all_gather: Callable[..., Work]
 
     def all_to_all(self, rows: torch.Tensor, to: Rows = None, came: Rows = None) -> tuple[torch.Tensor, Any]:
-        """Start to send ``[n, size]`` of any dtype, the first ``to[0]`` rows to rank 0 and so on.
-
-        Args:
-            to, came: rows for each rank and from each; None: the same number for all.
-        Returns: ``[sum(came), size]``, in the order of the senders once the handle has been waited for.
-        """
+        """Start to send ``[n, size]`` of any dtype, the first ``to[0]`` rows to rank 0 and so on (None: the
+        same number for all). ``[sum(came), size]``, in the order of the senders once the handle has been
+        waited for."""
         rows = rows.contiguous()
         received = torch.empty_like(rows) if came is None else rows.new_empty((sum(came), rows.shape[1]))
         if self.on_send is not None:
@@ -219,13 +216,8 @@ class SymmetricTransport(TorchTransport):
 
 
 class Transports:
-    """Which transport each process group uses; asked for by every site.
-
-    Args:
-        choice: the flag ``--compression-transport``: auto, collective, symmetric or host.
-        communicators: how many share each payload over torch.distributed, the flag
-            ``MEGATRON_COMPRESSION_COMMUNICATORS``; 0 lets ``prepare`` decide.
-    """
+    """Which transport each process group uses, by ``--compression-transport``; asked for by every site. As
+    many ``communicators`` share each payload over torch.distributed; 0 lets ``prepare`` decide."""
 
     def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
         self.choice, self.communicators = choice, communicators
@@ -264,11 +256,8 @@ class Transports:
         return self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
 
     def host_memory(self, group: dist.ProcessGroup) -> tuple[HostMemory | None, str]:
-        """Decide for a group without fused kernels whose caller makes its communicators. Collective, once.
-
-        Returns: the memory, None: torch.distributed; and a line for the log.
-        Raises: TransportError: host memory was asked for and is not possible.
-        """
+        """Decide for a group without fused kernels whose caller makes its communicators: the memory, None for
+        torch.distributed, and a line for the log. Collective, once."""
         line = self._share_memory(group, fused=False)
         memory = self._memory[group]
         return (memory if isinstance(memory, HostMemory) else None), line
@@ -322,10 +311,7 @@ class Transports:
         self, group: dist.ProcessGroup, on_send: OnSend | None = None, fused: bool = True
     ) -> TorchTransport:
         """The transport of a group; torch.distributed where ``prepare`` was not called or found no memory.
-
-        Args:
-            fused: as for ``prepare``.
-        """
+        ``fused`` as there."""
         memory = self._memory.get(group)
         if isinstance(memory, HostMemory):
             return HostTransport(memory, on_send)

@@ -98,12 +98,8 @@ class _Together(Work):
 
 
 def join(works: Sequence[Work], result: Any = None) -> Work:
-    """Several works as one; each ``advance`` moves all of them on by one exchange, in their order, so that
-    one's kernels overlap with the others' exchanges.
-
-    Args:
-        result: what ``wait`` returns: the tensor that they fill between them.
-    """
+    """Several works as one, whose ``wait`` returns ``result``; each ``advance`` moves all of them on by one
+    exchange, in their order, so that one's kernels overlap with the others' exchanges."""
     if all(work.done for work in works):
         return Work.completed(result)
     return _Together(works, lambda: result)

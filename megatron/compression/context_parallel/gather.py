@@ -37,11 +37,8 @@ def gather_sequence(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, site: CommSite | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the whole sequence, ``[s, b, groups, head_dim]`` each, from this rank's chunks; one
-    collective in each direction. Gradients are summed in fp32, uncompressed in their dtype.
-
-    Args:
-        site: counts, and compresses where its policy says so; None: uncompressed and uncounted.
-    """
+    collective in each direction. Gradients are summed in fp32, uncompressed in their dtype. The site counts
+    and decides; None: uncompressed and uncounted."""
     # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.
     parts = [key.flatten(2), value.flatten(2)]
     ranks = group.size()

@@ -27,13 +27,8 @@ ATTRIBUTE = "compressed_weights"
 
 
 class BucketWeights:
-    """One bucket's weights: the update that waits to be gathered.
-
-    Args:
-        weights: the bucket's ``param_data``, ``[ranks * n]``, bf16 or fp16.
-        policy: decides at each optimizer step whether the update is compressed, and by which codec.
-        nbytes: of all weights of the bucket's group, which decides; None: the size does not matter.
-    """
+    """One bucket's weights, ``[ranks * n]`` of bf16 or fp16: the update that waits to be gathered. At each
+    optimizer step the policy decides by ``nbytes``, of all weights of the bucket's group (None: any size)."""
 
     def __init__(
         self,
@@ -138,13 +133,8 @@ def replicated_parts(
     first: int = 0,
     gradients: bool = False,
 ) -> list[torch.Tensor]:
-    """The parts of ``flat`` that every tensor-parallel rank holds alike.
-
-    Args:
-        flat: ``[n]``, the values of a bucket from ``first`` on.
-        cut: parameters that are not replicated, though they lack Megatron's mark.
-        gradients: leave out those whose gradients differ until CAAT-Net sums them, which comes later.
-    """
+    """The parts of ``flat``, a bucket's values from ``first`` on, that every tensor-parallel rank holds
+    alike: none of ``cut``, which lack Megatron's mark, nor of ``gradients`` that CAAT-Net sums later."""
     parts = []
     for span in spans:
         parameter = span.parameter

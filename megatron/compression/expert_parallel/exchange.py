@@ -68,12 +68,8 @@ class TokenSite(CommSite):
     def _row_transport(
         self, decision: Decision, x: torch.Tensor, traffic: str, operation: str, plain: int, sent: int
     ) -> TorchTransport:
-        """What sends rows, which are counted, and measured when the error meter is due.
-
-        Args:
-            plain: bytes of the uncompressed operation's whole tensor.
-            sent: bytes that are given to the all-to-all without a codec.
-        """
+        """What sends rows, which are counted (``plain`` bytes of the uncompressed operation, ``sent`` of the
+        all-to-all without a codec), and measured when the error meter is due."""
         run, codec = self.run, decision.codec
         if codec is None:
             self.count(traffic, decision.why, "all_to_all", sent)

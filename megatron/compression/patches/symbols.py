@@ -58,11 +58,8 @@ def around(owner: Any, name: str, parameters: tuple[str, ...], call: Callable) -
 
 
 def follow(owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[Any, dict], None]) -> None:
-    """Have ``after(result, arguments)`` called after each call of ``owner.name``; else as ``replace``.
-
-    Args:
-        after: gets what the function returned, and by name the arguments that it was given.
-    """
+    """Have ``after(result, arguments)``, arguments by name, called after each call of ``owner.name``; else as
+    ``replace``."""
 
     def wrap(original):
         signature = inspect.signature(original)

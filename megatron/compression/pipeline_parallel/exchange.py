@@ -227,11 +227,9 @@ def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ..
 
 
 def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> None:
-    """Refuse virtual stages on two ranks with batched messages: a rank's next and previous stage are one
-    peer, which receives messages in an order of its own, so that activations and gradients change places.
-
-    Raises: CompressionConfigError: that set-up.
-    """
+    """Raises: CompressionConfigError: virtual stages on two ranks with batched messages: a rank's next and
+    previous stage are one peer, which receives in an order of its own, so that activations and gradients
+    change places."""
     virtual = communicator.virtual_pipeline_model_parallel_size is not None
     if communicator.config.batch_p2p_comm and virtual and communicator.pp_group.size() == 2:
         raise CompressionConfigError(

@@ -17,13 +17,8 @@ def log_line(
     per_iteration: dict[str, BytesByKind],
     between_nodes: dict[str, dict[str, float]] | None = None,
 ) -> str:
-    """Megabytes sent by one GPU in one iteration, by traffic class, and the ratio of what is compressed.
-
-    Args:
-        iteration: one-based.
-        train_iters: None where nobody knows yet.
-        between_nodes: ``{traffic: {"sent", "plain"}}`` of what is known to have crossed nodes.
-    """
+    """Megabytes sent by one GPU in one iteration, counted from 1, by traffic class, and the ratio of what is
+    compressed; ``between_nodes``: ``{traffic: {"sent", "plain"}}`` of what is known to have crossed nodes."""
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
     line = f" [{now}] communication {iteration:8d}"
     line += f"/{train_iters:8d} |" if train_iters else " |"
@@ -68,11 +63,8 @@ def dimension_total(per_iteration: dict[str, BytesByKind], prefix: str) -> tuple
 
 
 def summarize(report: dict) -> dict:
-    """Time, memory, losses at both ends, and bytes of one iteration of one GPU (the mean over all ranks).
-
-    Bytes are the mean over the logged iterations. A training loss is the mean of its log interval, as on
-    Megatron's line.
-    """
+    """Time, memory, losses at both ends (a training loss is the mean of its log interval), and bytes of one
+    iteration of one GPU: the mean over all ranks and the logged iterations."""
     training, valid = training_rows(report), evaluations(report, "valid")
     per_iteration = mean_bytes(training)
     totals = {name: traffic_total(per_iteration[name]) for name in TRAFFIC if name in per_iteration}

@@ -64,11 +64,8 @@ def load_report(directory: Path) -> dict:
 
 
 class History:
-    """Rows in memory until they are on disk: a disk that is full for a while loses none of them.
-
-    Args:
-        directory: where ``history.jsonl`` goes; None keeps nothing.
-    """
+    """Rows in memory until they are on disk, in ``history.jsonl``: a disk that is full for a while loses none
+    of them."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory

@@ -136,11 +136,8 @@ def check_evaluation(args: Namespace) -> None:
 
 
 def check_datasets(args: Namespace) -> None:
-    """Check every dataset named on the command line.
-
-    Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin
-    shorter than its index says; a share of --split without a document, on which Megatron never ends.
-    """
+    """Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin
+    shorter than its index says; a share of --split without a document, on which Megatron never ends."""
     if args.mock_data:
         return
     for name in ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path"):
@@ -159,12 +156,8 @@ def check_datasets(args: Namespace) -> None:
 
 
 def check_vocabulary(args: Namespace, vocabulary: int) -> None:
-    """Check a sample of each dataset's token ids: data of another tokenizer trains without a word.
-
-    Args:
-        vocabulary: ids of the tokenizer.
-    Raises: InputError: an id that neither the tokenizer nor --vocab-size has.
-    """
+    """Raises: InputError: a sample of a dataset has a token id that neither the tokenizer, of ``vocabulary``
+    ids, nor --vocab-size has: data of another tokenizer trains without a word."""
     if args.mock_data:
         return
     vocabulary = max(vocabulary, args.vocab_size or 0)

@@ -78,11 +78,8 @@ def numel_of(segments: Iterable[Segment]) -> int:
 
 
 def shares_of(bucket: GradientBucket, layers: frozenset[str]) -> list[Share]:
-    """The bucket's shares, by owner.
-
-    With the distributed optimizer an owner's share is its shard. Without it, compressed segments are cut into
-    equal shares, and the first owner stands for all exact ones, which are all-reduced.
-    """
+    """The bucket's shares, by owner: with the distributed optimizer its shard; without it equal cuts of the
+    compressed segments, and the first owner stands for all exact ones, which are all-reduced."""
     compressed = merged((s.start, s.end) for s in bucket.spans if is_compressed(s, layers))
     exact = merged((s.start, s.end) for s in bucket.spans if not is_compressed(s, layers))
     world = bucket.topology.world_size

@@ -23,12 +23,8 @@ from taco_kernels.common import ALIGNMENT
 
 
 class TagcGradientSync(GradientSync):
-    """A ``GradientSync`` by sparsification and sketches.
-
-    Args:
-        layers: which matrices are compressed (``parts.parse_layers``).
-        make_part: makes the ``Part`` of (owners, numel, device, topology).
-    """
+    """A ``GradientSync`` by sparsification; ``make_part`` makes the ``Part`` of (owners, numel, device,
+    topology)."""
 
     def __init__(
         self, bucket: GradientBucket, layers: frozenset[str], make_part: Callable[..., Part]

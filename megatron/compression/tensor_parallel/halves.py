@@ -56,11 +56,8 @@ class Block:
     """Of ``module``, besides its input."""
 
     def run(self, entered: "BlockInput", other: "BlockInput") -> "BlockOutput":
-        """Compute, and start to sum the output.
-
-        Args:
-            other: the other half's next input, whose sum is under way.
-        """
+        """Compute, and start to sum the output; the sum of ``other``, the other half's next input, is under
+        way."""
         entered.compute()
         column, row = entered.backward.column, _RowSite(self.row.site)
         column.other = other.backward
@@ -252,13 +249,8 @@ class BlockInput:
 
 class _InputBackward:
     """The backward of a block input, an object of its own: ``x`` and ``y`` hold it, not each other.
-
-    Args:
-        parameters: of the norm.
-        column: has the sum of the gradient of ``y`` under way.
-        before: of the input whose ``x`` is the residual stream before.
-        last: of the half's last block.
-    """
+    ``column`` has the sum of the gradient of ``y`` under way; ``before`` is of the input whose ``x`` is the
+    residual stream before."""
 
     def __init__(
         self,
@@ -338,13 +330,8 @@ class _BlockInputNode(torch.autograd.Function):
 
 
 def interleave(blocks: Sequence[Block], halves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``blocks`` in their order, the first one of the first half, the next of the other, and so on.
-
-    Args:
-        blocks: an even number.
-        halves: their two residual streams ``[s, b, h]``.
-    Returns: The streams after the last block.
-    """
+    """Run ``blocks`` in their order, the first one of the first half, the next of the other, and so on; the
+    two residual streams ``[s, b, h]`` after the last."""
     following = [*blocks, None, None]
     one, other = (BlockInput(half, block) for half, block in zip(halves, following[:2], strict=True))
     for block, after_next in zip(blocks, following[2:], strict=True):

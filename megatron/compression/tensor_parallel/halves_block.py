@@ -28,11 +28,8 @@ _NOT_HALVED = ("context", *_OF_INFERENCE, "packed_seq_params", "attention_bias",
 
 
 class Dropout:
-    """The dropout of one block's output, drawn once for the whole micro-batch.
-
-    Args:
-        sizes: sequences of each half; the first half comes first.
-    """
+    """The dropout of one block's output, drawn once for the whole micro-batch; ``sizes``: sequences of each
+    half."""
 
     def __init__(self, probability: float, sizes: Sequence[int]) -> None:
         self.probability, self.sizes = probability, sizes
@@ -51,12 +48,7 @@ class Dropout:
 
 
 def blocks_of(layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence[Dropout]) -> list[Block]:
-    """Attention and MLP of a layer.
-
-    Args:
-        arguments: of the attention.
-        draws: of the attention's output and of the MLP's.
-    """
+    """Attention, with its ``arguments``, and MLP of a layer; ``draws`` are of both outputs."""
     attention, mlp = layer.self_attention, layer.mlp
     return [
         Block(
@@ -113,12 +105,8 @@ class HalvesBlock(TransformerBlock):
         return tensor_parallel.checkpoint(run, False, *halves) if recomputed else run(*halves)
 
     def _blocks(self, layers, arguments: dict[str, Any], sizes: Sequence[int]) -> list[Block]:
-        """Of these layers, in the order in which they run.
-
-        Args:
-            arguments: of the attentions, for the whole micro-batch.
-            sizes: sequences of each half.
-        """
+        """Of these layers, in the order in which they run; ``arguments`` of the attentions are the whole
+        micro-batch's."""
         mask, angles = arguments["attention_mask"], arguments["rotary_pos_emb"]
         by_half = [arguments, arguments]
         if mask is not None and mask.shape[0] == sum(sizes):

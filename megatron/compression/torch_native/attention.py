@@ -227,11 +227,8 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class LatentSelfAttention(CompressedLatentAttention):
-    """megatron-core's, with ``DuplicatedLinear`` projections down.
-
-    What is left to exchange are the keys' positions, ``qk_pos_emb_head_dim`` values a token: under sequence
-    parallelism they are gathered, else their gradient is summed.
-    """
+    """megatron-core's, with ``DuplicatedLinear`` projections down. The keys' positions are left to exchange:
+    under sequence parallelism they are gathered, else their gradient is summed."""
 
     @property
     def traffic(self) -> tuple[str, ...]:
