@@ -216,7 +216,9 @@ class DataParallelConfig(DimensionConfig):
         if self.enabled and getattr(args, "skip_train", False):
             return [f"{self.flag} has nothing to compress here: --skip-train sends no gradients"]
         lines = super().lines(args)
-        instances = 1 if args.use_torch_fsdp2 else args.num_distributed_optimizer_instances
+        if args.use_torch_fsdp2:  # it sends the weights themselves, and its sums have one hop
+            return [line.replace("weight changes", "weights") for line in lines]
+        instances = args.num_distributed_optimizer_instances
         if lines and instances > 1:
             codec = self.outer_codec
             lines.append(
