@@ -90,13 +90,14 @@ def main() -> None:
 
     def state() -> dict:
         weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments, "done": done}
+        return {"model": weights, "optimizer": moments, "done": done, "compression": compression}
 
     if options.checkpoint is not None and (options.checkpoint / ".metadata").exists():
         saved = state()
         dcp.load(saved, checkpoint_id=options.checkpoint)
         parts = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
         set_state_dict(model, optimizer, **parts)
+        compression.iteration = int(done)
     for step in range(int(done), int(done) + options.steps):
         start = time.perf_counter()
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())

@@ -98,7 +98,7 @@ def main() -> None:
     _bridge.name_version()
     cuda.install_devices()
     if not _bridge.stand_in():
-        sys.exit("error: megatron.bridge is not installed: pip install 'megatron-taco[bridge]'")
+        sys.exit("error: megatron.bridge is not installed: pip install -e '.[bridge]'")
     from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
     for name in ("from_hf_pretrained", "from_hf_config"):

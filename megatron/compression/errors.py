@@ -67,7 +67,7 @@ class OneLineParser(argparse.ArgumentParser):
 def require_extra(module: str, extra: str, needed_by: str) -> None:
     """Raises: InputError: a package which comes with an extra of this project is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise InputError(f"{needed_by} needs {module}: pip install 'megatron-taco[{extra}]'")
+        raise InputError(f"{needed_by} needs {module}: pip install -e '.[{extra}]'")
 
 
 def fail(message: str) -> None:
