@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.compression.errors import one_line_errors
 from megatron.compression.fsdp2 import attach
 
 VOCABULARY, SEQUENCE, SAMPLES = 256, 64, 4
@@ -117,4 +118,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors():
+        main()
