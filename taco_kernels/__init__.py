@@ -14,4 +14,4 @@ serves CPU tensors, and Triton kernels that serve CUDA tensors:
 ``common`` is what they share; ``python -m taco_kernels.benchmarks`` times them.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
