@@ -24,8 +24,8 @@ run)
     nodes=()
     trap 'kill "${nodes[@]}" 2>/dev/null || true' EXIT
     for node in 2 1; do
-        devices=${CUDA_VISIBLE_DEVICES:-}
-        if [ -z "$devices" ] && [ "${RANKS:-1}" = 1 ]; then devices=$((node - 1)); fi
+        first=$(((node - 1) * ${RANKS:-1}))
+        devices=$(seq -s, $first $((first + ${RANKS:-1} - 1)))
         ip netns exec taco$node env CUDA_VISIBLE_DEVICES="$devices" NCCL_HOSTID=node$node NCCL_IB_DISABLE=1 \
             NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=taco$node GLOO_SOCKET_IFNAME=taco$node \
             "$python" -m torch.distributed.run --nnodes 2 --node-rank $((node - 1)) --nproc-per-node "${RANKS:-1}" \
