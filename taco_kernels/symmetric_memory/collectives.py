@@ -30,7 +30,9 @@ def all_reduce(
     out: torch.Tensor | None = None,
     config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
-    """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode.
+    """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode. Of two ranks
+    without a ``config_out``: of encode, decode_sum of both, since each can send the other all that it has in
+    the bytes of two pieces.
 
     Args:
         channel: this rank's end.
@@ -40,6 +42,9 @@ def all_reduce(
         config_out: of the second encode, where it is another one (of the same groups).
     """
     numel = x.numel()
+    if channel.world_size == 2 and config_out is None:
+        pieces = numel, numel, x.dtype, launch.layout_of(x)
+        return _run(reduce_scatter_kernel, channel, x, out, x.shape, config, config, *pieces)
     pieces = numel, config.chunk_numel(numel, channel.world_size), x.dtype, launch.layout_of(x)
     return _run(all_reduce_kernel, channel, x, out, x.shape, config, config_out or config, *pieces)
 
@@ -98,13 +103,15 @@ def _plan(channel: Channel, kernel, config, config_out, numel, piece, dtype, lay
     size, own = config.group_size, _own(channel.table.device)
     groups = ceil_div(piece, size)
     launch.check_groups(groups * channel.world_size)
-    rows = None if piece % size and layout else launch.rows_of(layout, size)  # None: x is to be copied
+    whole = kernel is reduce_scatter_kernel and piece == numel  # every rank wants all of x
+    uneven = piece % size and not whole
+    rows = None if uneven and layout else launch.rows_of(layout, size)  # None: x is to be copied
     walkable = rows is not None
     rows = rows or launch.rows_of(None, size)
     tail = numel % size != 0 or piece % size != 0
     shape = channel.world_size, channel.programs
     to_wire, from_wire, constants = _constants(
-        kernel, config, config_out, dtype, channel.table.device, shape, rows.strided, tail
+        kernel, config, config_out, dtype, channel.table.device, shape, rows.strided, tail, whole
     )
     tiles = ceil_div(groups * size, tile_of(config, own))
     programs = ceil_div(tiles, ceil_div(tiles, channel.programs))  # as few as need no more steps
@@ -115,7 +122,7 @@ def _plan(channel: Channel, kernel, config, config_out, numel, piece, dtype, lay
 
 
 @lru_cache(maxsize=1024)
-def _constants(kernel, config, config_out, dtype, device, shape, strided, tail):
+def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, whole):
     """The matrices and the keyword arguments of a launch; looked up, since making them takes longer."""
     own = _own(device)
     tile = tile_of(config, own)
@@ -127,6 +134,7 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail):
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
     sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes
+    constants |= dict(WHOLE=whole) if sums else {}
     points, half = full.POINT.value, torch.bfloat16 if dtype == torch.float32 else dtype
     to_wire = _matrix(points, 1 / config.group_size, True, half, device)
     from_wire = _matrix(points, 1.0, False, torch.bfloat16 if sums else torch.float16, device)

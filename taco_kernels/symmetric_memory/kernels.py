@@ -58,21 +58,35 @@ def peer_slot(table, peer, offset):
 
 
 @triton.jit
-def send_tile(slot, x, piece, first, message, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
-    """Encode groups first... of a piece into a slot."""
+def rotated_tile(x, piece, first, message, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Groups first... of a piece, fp32[R, G] as they are quantised, and their lists of outliers."""
     numel, stride, length, groups = message
     if FLAGS.STRIDED:  # pieces are whole groups there, and rows are counted from the tensor's start
         tile = load_tile(x, piece * groups + first, numel, rows, FLAGS, C)
     else:
         start = piece.to(tl.int64) * stride
         tile = load_tile(x + start, first, tl.minimum(numel - start, length), rows, FLAGS, C)
-    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     if C.OUTLIERS:
         h, words = split_and_rotate(tile, groups - first, matrix, C)
-        store_lists(words, slot, zero, full, C)
     else:
-        h = rotate(tile, matrix, C)
+        h, words = rotate(tile, matrix, C), tl.full((), 0, tl.int32)  # no lists
+    return h, words
+
+
+@triton.jit
+def store_wire(h, words, slot, C: tl.constexpr):
+    """Encode what ``rotated_tile`` gave into a slot."""
+    zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
+    if C.OUTLIERS:
+        store_lists(words, slot, zero, full, C)
     encode_groups(h, slot, zero, full, C)
+
+
+@triton.jit
+def send_tile(slot, x, piece, first, message, rows, matrix, FLAGS: tl.constexpr, C: tl.constexpr):
+    """Encode groups first... of a piece into a slot."""
+    h, words = rotated_tile(x, piece, first, message, rows, matrix, FLAGS, C)
+    store_wire(h, words, slot, C)
 
 
 @triton.jit
@@ -208,9 +222,10 @@ def all_reduce_kernel(
 def reduce_scatter_kernel(
     x, out, to_wire, from_wire, table, steps_done, memory, rank, error, timeout, numel, stride, length,
     groups, run, inner, stride_outer, stride_inner, FLAGS: tl.constexpr, OUT_FLAGS: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr,
+    C: tl.constexpr, WHOLE: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """out = piece number ``rank`` of the sum of every rank's x, pieces of ``length`` values."""
+    """out = piece number ``rank`` of the sum of every rank's x, pieces of ``length`` values; WHOLE: out = the
+    sum, every piece is the whole tensor."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
@@ -226,10 +241,15 @@ def reduce_scatter_kernel(
             slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E)
-            for k in range(E.W):
-                piece = (rank + 1 + k) % E.W
-                to = peer_slot(table, piece, slot)
-                send_tile(to, x, piece, first, message, rows, matrix, FLAGS, C)
+            if WHOLE:
+                h, words = rotated_tile(x, zero, first, message, rows, matrix, FLAGS, C)
+                for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic
+                    store_wire(h, words, peer_slot(table, (rank + k) % E.W, slot), C)
+            else:
+                for k in range(E.W):
+                    piece = (rank + 1 + k) % E.W
+                    to = peer_slot(table, piece, slot)
+                    send_tile(to, x, piece, first, message, rows, matrix, FLAGS, C)
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:

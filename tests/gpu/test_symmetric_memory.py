@@ -13,7 +13,7 @@ from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Transports, all_gather, all_reduce, reduce_scatter
 from megatron.compression.communication.transport import SymmetricTransport, TorchTransport
 from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError, collectives
-from taco_kernels.taco import CodecConfig, decode, decode_sum_encode, encode
+from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 from tests.distributed.spawn import spawn
 from tests.gpu import simulated_ranks as ranks
 from tests.gpu.devices import UNSHARED, needs
@@ -27,6 +27,7 @@ CALLS, MIXED_CALLS = 10_000, 200
         (4, CodecConfig("fp8-e4m3"), (1920, 4096), torch.bfloat16),  # ten steps a program
         (3, CodecConfig("int6", scales="single"), (129, 640), torch.bfloat16),  # ranks of no power of 2
         (2, CodecConfig("int4", 256), (64, 1000), torch.float16),
+        (2, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
         (4, CodecConfig("int8", hadamard=False), (4, 5), torch.bfloat16),  # less than a tile
         (4, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),
@@ -66,6 +67,11 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
 
 def over_nccl(x: torch.Tensor, config: CodecConfig, group: dist.ProcessGroup) -> torch.Tensor:
     """The same all-reduce by the codec's own kernels and NCCL's exchanges."""
+    if group.size() == 2:
+        own = encode(x, config)
+        both = own.new_empty(2, own.shape[1])
+        dist.all_gather_into_tensor(both, own, group=group)
+        return decode_sum(both, config, x.shape, x.dtype)
     wires = encode(x, config, group.size())
     received = torch.empty_like(wires)
     dist.all_to_all_single(received, wires, group=group)

@@ -28,6 +28,7 @@ from megatron.compression.auto.messages import MessageKind, workload
 from megatron.compression.auto.plan import BUDGET, aligned, choose
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import FLAGS, RECIPES, Recipe
+from megatron.compression.communication.collectives import in_one_exchange
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import InputError, OneLineParser, first_line, require_extra
@@ -131,6 +132,9 @@ class Group:
         if operation not in ("all_reduce", "reduce_scatter"):
             encoded = values / self.ranks if operation == "all_gather" else values
             return leg(operation, second, encoded, values, 0)
+        if operation == "all_reduce" and self.ranks == 2 and in_one_exchange(codec):
+            both = payload(first, 2 * values, dtype)
+            return self.seconds("all_gather", both) + kernels(first, values, 0, 2 * values)
         scattered = leg("all_to_all", first, values, 0, values)
         return scattered + (leg("all_gather", second, 0, values, 0) if operation == "all_reduce" else 0.0)
 

@@ -82,7 +82,9 @@ def all_reduce(
 ) -> Work:
     """Start to sum ``x`` (any strides; bf16, fp16, fp32) over the ranks, in two exchanges: encode one piece a
     destination (the codec's first hop), all-to-all, decode + sum + encode the own piece (its second),
-    all-gather, decode. ``wait`` gives the sum, of ``x``'s shape and dtype, in a contiguous ``out`` if given.
+    all-gather, decode. Between two ranks one exchange sends the same bytes (``in_one_exchange``): each sends
+    all that it has, and the sum is not encoded again. ``wait`` gives the sum, of ``x``'s shape and dtype, in
+    a contiguous ``out`` if given.
     """
     ranks = transport.world_size
     if ranks == 1 or x.numel() == 0:
@@ -95,6 +97,15 @@ def all_reduce(
         sizes = [half, x.numel() - half]
         parts = zip(x.reshape(-1).split(sizes), total.view(-1).split(sizes), strict=True)
         return join([all_reduce(part, codec, transport, into) for part, into in parts], total)
+    if ranks == 2 and in_one_exchange(codec):
+        once, rows = codec.hops[0], x[None]
+        if once.lossless:
+            once, payload = encode(once, rows, transport)
+        else:
+            payload = once.encode(rows)
+        both, pending = transport.all_gather(payload)
+        into = None if out is None else out[None]
+        return Work(pending, lambda: once.decode_sum(both.unsqueeze(1), x.shape, x.dtype, out=into)[0])
     pieces = _pieces(x, codec, ranks)
     first, second, shape, dtype = pieces.first, pieces.second, pieces.shape, x.dtype
     rows = (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
@@ -122,6 +133,12 @@ def all_reduce(
         return Work(pending, decode)
 
     return Work(pending, sum_own_piece, exchanges=2)
+
+
+def in_one_exchange(codec: Codec) -> bool:
+    """Whether an all-reduce between two ranks is one exchange: the codec has not one for each of two."""
+    first, second = codec.hops
+    return first is second
 
 
 def reduce_scatter(

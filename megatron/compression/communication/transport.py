@@ -181,12 +181,14 @@ class SymmetricTransport(TorchTransport):
 
     def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``all_reduce``."""
-        first, second = (hop.fused_config for hop in codec.hops)
+        hops = codec.hops
+        first, second = (hop.fused_config for hop in hops)
         assert first is not None, "fuses() is asked before"
-        second = None if second == first else second
-        out = self.symmetric.all_reduce(x, first, out=out, config_out=second)
+        out = self.symmetric.all_reduce(x, first, out=out, config_out=None if hops[0] is hops[1] else second)
+        if self.world_size == 2 and hops[0] is hops[1]:  # one exchange
+            return self._completed(out, x.numel(), all_gather=first)
         piece = first.chunk_numel(x.numel(), self.world_size)
-        return self._completed(out, piece, all_to_all=first, all_gather=second or first)
+        return self._completed(out, piece, all_to_all=first, all_gather=second)
 
     def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``reduce_scatter``."""
