@@ -17,6 +17,7 @@ if str(ROOT) not in sys.path:
 FLAGS = {
     "tensor": "--tp-compression",
     "data": "--dp-compression",
+    "context": "--cp-compression",
     "expert": "--ep-compression",
     "pipeline": "--pp-compression",
 }

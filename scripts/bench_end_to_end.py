@@ -10,12 +10,13 @@
     python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\
         "none --tp-compression-overlap halves" "int6 --tp-compression-overlap halves"
 
-A codec of --codecs is that of the first of these with more than one rank: expert, tensor, pipeline, data;
-flags after it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models, but for 1.75b (8
-layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage). Flags that are not the script's
-own go to pretrain_gpt.py, such as --num-layers. Under data parallelism both of Megatron's overlaps are on and
-gradients are bf16. MEGATRON_COMPRESSION_NODE_SIZE=n after a setting counts n ranks of this host as a node:
-one is what ethernet stands for. A CAAT-Net is another model: compare times, not losses.
+A codec of --codecs is that of the first of these with more than one rank: expert, tensor, context,
+pipeline, data; flags after it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models,
+but for 1.75b (8 layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage). Flags that
+are not the script's own go to pretrain_gpt.py, such as --num-layers. Under data and context parallelism
+both of Megatron's overlaps are on and gradients are bf16. MEGATRON_COMPRESSION_NODE_SIZE=n after a setting
+counts n ranks of this host as a node: one is what ethernet stands for. A CAAT-Net is another model: compare
+times, not losses.
 
 A regime is a kind of link, by NCCL's own switches:
 
@@ -96,10 +97,11 @@ SHAPES = {
     " --untie-embeddings-and-output-weights --bf16",
 }
 """Sequences of 2048 in micro-batches of 4 unless a shape says otherwise."""
-LAYOUT = ("tensor", "pipeline", "data")
+LAYOUT = ("tensor", "context", "pipeline", "data")
 CODECS = {
     "tensor": ["none", "taco", "int8", "int6", "none"],
     "expert": ["none", "int8", "int6", "none"],
+    "context": ["none", "int8", "int6", "none"],
     "pipeline": ["none", "pipeline-6bit", "tah-quant", "int8", "none"],
     "data": ["none", "sdp4bit", "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1"],
 }
@@ -114,14 +116,15 @@ def flags_of(options: Namespace) -> list:
     if options.expert_parallel:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
-    tensor, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
+    tensor, context, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
     sizes = [flags[place + 1] for place, word in enumerate(flags) if word == "--micro-batch-size"]
     micro = options.micro_batch_size or int(sizes[-1])  # the last one wins
     flags += ["--micro-batch-size", micro]
     flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
+    flags += ["--context-parallel-size", context] if context > 1 else []
     flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
     flags += ["--sequence-parallel"] if options.sequence_parallel else []
-    if data > 1:
+    if data * context > 1:
         flags += ["--use-distributed-optimizer"]
         flags += [] if options.no_overlap else ["--overlap-grad-reduce", "--overlap-param-gather"]
         flags += [] if options.fp32_gradients else ["--grad-reduce-in-bf16"]
@@ -143,6 +146,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--limit", type=float, default=300, help="seconds for a row, its run's start included")
     add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
     add("--tensor-parallel", dest="ranks", type=int)
+    add("--context-parallel", type=int, default=1)
     add("--pipeline-parallel", type=int, default=1)
     add("--data-parallel", type=int, default=1)
     add("--expert-parallel", type=int, default=0, help="ranks between which experts are spread")
@@ -154,7 +158,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
     options, options.extra = parser.parse_known_args(words)
     options.shape = options.shape or ("qwen3-30b-a3b" if options.expert_parallel else "1.75b")
-    alone = options.pipeline_parallel * options.data_parallel == 1
+    alone = options.context_parallel * options.pipeline_parallel * options.data_parallel == 1
     options.tensor_parallel = options.ranks or (4 if alone and not options.expert_parallel else 1)
     sizes = {name: getattr(options, f"{name}_parallel") for name in LAYOUT}
     if options.expert_parallel:
@@ -172,9 +176,9 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     if spread == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
     options.codecs = options.codecs or CODECS[spread[0]]
-    names = {"tensor": "tp", "pipeline": "pp", "expert": "ep"}
+    names = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
     traffic = [f"{names[one]}.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
-    traffic += ["dp.gradient", "dp.weight"] if "data" in spread else []
+    traffic += ["dp.gradient", "dp.weight"] if {"data", "context"} & {*spread} else []
     try:
         options.settings = [parse_setting(text) for text in options.codecs]
         return options, flags_of(options), tuple(traffic)
@@ -252,8 +256,9 @@ def _run(
             begin = before + made * options.iterations
             lines = history[begin + untimed(graphs) : begin + options.iterations]
             setting = settings[made]
-            row = {"regime": regime, "graphs": graphs, "communicators": options.communicators}
-            row |= {"codec": setting.text, "auto": auto, "ranks": options.ranks, "payloads": payloads}
+            row = {"shape": options.shape, "regime": regime, "graphs": graphs, "codec": setting.text}
+            row |= {"communicators": options.communicators, "ranks": options.ranks}
+            row |= {"auto": auto, "payloads": payloads}
             row |= {"flags": shlex.join(map(str, _words(options, setting, flags)))}
             keep(row | summary(lines, traffic) | {"peak_memory": json.loads(found[1])})
             made += 1
@@ -374,7 +379,8 @@ def worker() -> None:
             def before_building(chunks: list) -> list:
                 tensor = parallel_state.get_tensor_model_parallel_group()
                 data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-                groups = tensor, data, parallel_state.get_expert_model_parallel_group()
+                context = parallel_state.get_context_parallel_group()
+                groups = tensor, data, context, parallel_state.get_expert_model_parallel_group()
                 groups = {tuple(dist.get_process_group_ranks(one)): one for one in groups if one.size() > 1}
                 _split.split_over(groups.values(), order["communicators"])
                 return chunks

@@ -46,6 +46,7 @@ MOST_TOKENS = 32768
 """Of a micro-batch."""
 PARALLEL = {
     "tensor": ("--tensor-model-parallel-size {ranks}", 1),
+    "context": ("--context-parallel-size {ranks}", 1),
     "data": ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 0),
     "pipeline": ("--pipeline-model-parallel-size {ranks}", 8),
     "expert": (
