@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import statistics
 import sys
 import tempfile
@@ -63,10 +64,13 @@ def run(options: Namespace) -> None:
             words += ["--tensor-model-parallel-size", options.tensor_parallel]
             order = {"settings": [one.words("tensor") for one in settings], "tokens": options.tokens}
 
-            def show(line: str, regime: str = regime, names: tuple = tuple(s.text for s in settings)) -> None:
+            run = {"shape": options.shape, "ranks": options.tensor_parallel, "regime": regime}
+            run["flags"] = shlex.join(map(str, words))
+
+            def show(line: str, run: dict = run, names: tuple = tuple(s.text for s in settings)) -> None:
                 if found := re.search(f"{_ROW} (.*)", line):
                     row = json.loads(found[1])
-                    rows.append({"regime": regime, "codec": names[row.pop("setting")], **row})
+                    rows.append({**run, "codec": names[row.pop("setting")], **row})
                     print(json.dumps(rows[-1]), flush=True)
                     if options.json:
                         options.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -85,15 +89,16 @@ def run(options: Namespace) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown; speed-ups against the first setting of each regime, length and way."""
-    columns = "regime, tokens, way, codec, ms (least - most), host ms, speed-up, MB sent, sent / uncompressed"
+    """Markdown; speed-ups against the first setting of each regime, length and kind of graphs."""
+    columns = "regime, tokens, graphs, codec, ms (least - most), host ms, speed-up, MB sent, of uncompressed"
     lines = [columns.split(", ")]
-    for row in sorted(rows, key=lambda row: (row["regime"], row["tokens"], row["way"])):
-        same = ("regime", "tokens", "way")
+    for row in sorted(rows, key=lambda row: (row["regime"], row["tokens"], row["graphs"])):
+        same = ("regime", "tokens", "graphs")
         base = next(one for one in rows if all(one[key] == row[key] for key in same))
-        cells = [row["regime"], str(row["tokens"]), row["way"], row["codec"]]
-        cells += [f"{row['ms']:.2f} ({row['least']:.2f} - {row['most']:.2f})", f"{row['host_ms']:.2f}"]
-        cells += [f"{base['ms'] / row['ms']:.2f}", f"{row['sent'] / 1e6:.1f}"]
+        cells = [row["regime"], str(row["tokens"]), row["graphs"], row["codec"]]
+        ms = row["milliseconds"]
+        cells += [f"{ms:.2f} ({row['least']:.2f} - {row['most']:.2f})", f"{row['host_ms']:.2f}"]
+        cells += [f"{base['milliseconds'] / ms:.2f}", f"{row['sent'] / 1e6:.1f}"]
         lines.append([*cells, f"{row['sent'] / max(row['plain'], 1):.2f}"])
     return "\n".join(markdown(*lines))
 
@@ -139,7 +144,7 @@ def _prompt(model, vocabulary: int, tokens: int, ledger, setting: int) -> None:
         tallies = ledger.tallies.values()
         return sum(one.sent for one in tallies), sum(one.plain for one in tallies)
 
-    def time_it(way: str, call) -> None:
+    def time_it(graphs: str, call) -> None:
         times, hosts = [], []
         for number in range(WARM_UP + TIMED):
             before = sent()
@@ -153,19 +158,19 @@ def _prompt(model, vocabulary: int, tokens: int, ledger, setting: int) -> None:
             if number >= WARM_UP:
                 times.append((time.perf_counter() - begin) * 1e3)
                 hosts.append(host * 1e3)
-        row = {"setting": setting, "tokens": tokens, "way": way, "ms": statistics.median(times)}
-        row |= {"least": min(times), "most": max(times), "host_ms": statistics.median(hosts)}
+        row = {"setting": setting, "tokens": tokens, "graphs": graphs, "host_ms": statistics.median(hosts)}
+        row |= {"milliseconds": statistics.median(times), "least": min(times), "most": max(times)}
         row |= dict(zip(("sent", "plain"), (b - a for a, b in zip(before, sent(), strict=True)), strict=True))
         if dist.get_rank() == 0:
             print(_ROW, json.dumps(row), flush=True)
 
     with torch.no_grad():
-        time_it("eager", forward)
+        time_it("none", forward)
         if torch.cuda.is_available():
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 forward()
-            time_it("graph", graph.replay)
+            time_it("full_iteration", graph.replay)
             graph.reset()
     last.remove()
 

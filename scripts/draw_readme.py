@@ -1,64 +1,145 @@
 #!/usr/bin/env python3
-"""Draw the README's picture, docs/results/speedup.png, from docs/results/speedup.csv.
+"""Draw docs/results/speedup.png from docs/results/today.csv, and fill in README and choosing.md.
 
     python scripts/draw_readme.py
+    python scripts/draw_readme.py --add rows.json --machine "2 x H100"
 
-A row is a model, a layout, a codec and a link, with the range of its speed-ups over runs: the time of every
-uncompressed block over that of the codec in the same run. Bars begin at 1, so slow-downs point to the left.
+--add stores what bench_end_to_end.py and bench_prefill.py wrote with --json: each setting against the
+uncompressed ones of its own run, with the day and the commit. It replaces an older row of the same link,
+layout, mode, model, batch and codec. A page asks by <!--=link;layout;mode;codec;model-->...<!---->,
+where an empty part is any and / is or.
 """
 
+import argparse
 import csv
+import json
+import math
+import re
+import subprocess
+import time
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
-COLOURS = {"NVLink": "#7a7a7a", "Host memory (as PCIe)": "#2a6f97", "TCP (3 GB/s)": "#b5542c"}
-PALE = 0.4
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "docs" / "results" / "today.csv"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md")
+LINKS = {"nvlink": "grey", "pcie": "teal", "ethernet": "chocolate", "25gbit": "olive", "10gbit": "green"}
+MODELS = {"1.75b": "8 layers of 4096", "thin": "{} layers of 2048", "qwen2.5-7b": "Qwen2.5-7B"}
+MODELS["qwen3-30b-a3b"] = "4 layers of Qwen3-30B-A3B"
+MODES = {"none": "eager", "full_iteration": "graphs", "local": "graphs of layers"}
+NODE = " MEGATRON_COMPRESSION_NODE_SIZE=1"
+KEY = ("link", "layout", "mode", "model", "batch", "codec")
+TIMES = ("none", "none_least", "none_most", "ms", "least", "most")
+DRAWN = ("int8", "experts-8bit", "sdp4bit", "pipeline-6bit", "taco", "compression auto")
+"""The picture has the first of these that was measured, for each link, layout, mode and model."""
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows, in the order in which they are drawn; those of a link stand together."""
-    with path.open(newline="") as stream:
-        return list(csv.DictReader(stream))
+def place(row: dict) -> tuple[str, ...]:
+    """A benchmark's row: the name of its run, and KEY but for the codec. Of its flags the last ones count."""
+    flags, mode = row["flags"], MODES[row["graphs"]] + ", prefill" * ("tokens" in row)
+    found = re.findall(r"--(\w+?)(?:-model)?-parallel-size (\d+)", flags)
+    sizes = {f"{name[0].upper()}P": int(number) for name, number in found}
+    sizes["DP"] = row["ranks"] // math.prod(sizes.values())
+    layout = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    layout += ["SP"] * ("--sequence-parallel" in flags)
+    model = MODELS.get(row["shape"], f"GPT-{row['shape'].upper()}")
+    for what in ("layers", "experts"):
+        numbers = re.findall(rf"--num-{what} (\d+)", flags)
+        model = f"{numbers[-1]} {what} of {model}" if len(numbers) > 1 else model.format(*numbers)
+    micro, length = (re.findall(rf"--{name} (\d+)", flags)[-1] for name in ("micro-batch-size", "seq-length"))
+    batch = f"{micro} x {row.get('tokens', length)}"
+    return row.get("row", ""), row["regime"], ", ".join(layout), mode, model, batch
 
 
-def draw(rows: list[dict[str, str]], path: Path) -> None:
-    """One horizontal bar a row: solid to the end of the range that is nearer to 1, pale to the other."""
+def measured(rows: list[dict], **stamp: str) -> list[dict]:
+    """A benchmark's rows as the file's: each compressed setting against the uncompressed ones of its run."""
+    result = []
+    for row in rows:
+        none = [one for one in rows if one["codec"] == "none" and place(one) == place(row)]
+        if row in none or not none:
+            continue
+        codec = row["codec"].replace(NODE, "").removeprefix("none ").replace("--", "")
+        base = sum(one["milliseconds"] for one in none) / len(none)
+        times = base, min(one["least"] for one in none), max(one["most"] for one in none)
+        times += row["milliseconds"], row["least"], row["most"]
+        cells = dict(zip((*KEY, *TIMES), (*place(row)[1:], codec, *map("{:.1f}".format, times)), strict=True))
+        cells["layout"] += ", one GPU a node" * (NODE in row["codec"])
+        cells["memory"] = ", ".join(f"{size / 1e9:.1f}" for size in row.get("peak_memory", {}).values())
+        cells["loss"] = ", ".join(f"{one['last_loss']:.4f}" for one in (row, none[0]) if "last_loss" in one)
+        result.append(cells | stamp)
+    return result
+
+
+def merged(rows: list[dict]) -> list[dict]:
+    """In order, the last of those with one KEY, with speed-ups: by medians and by extremes."""
+    last = {tuple(row[name] for name in KEY): row for row in rows}
+    for row in last.values():
+        none, none_least, none_most, ms, least, most = (float(row[name]) for name in TIMES)
+        speeds = {"speed": none / ms, "low": none_least / most, "high": none_most / least}
+        row |= {name: f"{value:.2f}" for name, value in speeds.items()}
+    return [last[key] for key in sorted(last, key=lambda key: ([*LINKS].index(key[0]), *key[1:]))]
+
+
+def filled(text: str, rows: list[dict]) -> str:
+    """A page with the speed-ups that it asks for."""
+
+    def answer(found: re.Match) -> str:
+        parts = (part.split("/") for part in found[2].split(";"))
+        asked = [*zip(("link", "layout", "mode", "codec", "model"), parts, strict=False)]
+        chosen = [row for row in rows if all(row[name] in of for name, of in asked if of != [""])]
+        speeds = sorted((row["speed"] for row in chosen), key=float)
+        ends = dict.fromkeys((speeds or ["not measured"])[:: max(1, len(speeds) - 1)])
+        return f"{found[1]}{' - '.join(ends)}<!---->"
+
+    return re.sub(r"(<!--=(.*?)-->)[^<]*<!---->", answer, text)
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """One horizontal bar a row: solid from 1 to the speed-up, pale over its range."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
 
-    figure, axes = plt.subplots(figsize=(9, 0.31 * len(rows) + 1.4))
-    places, place, link = [], 0.0, ""
-    for row in rows:
-        place += 1
-        if row["link"] != link:
-            link, place = row["link"], place + 1
-            heading = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "center"}
-            axes.text(-0.012, 1 - place, link, fontsize=10, weight="bold", color=COLOURS[link], **heading)
-        places.append(-place)
-        low, high = float(row["low"]), float(row["high"])
-        near = 1.0 if low <= 1 <= high else low if low > 1 else high
-        axes.barh(-place, near - 1, left=1, color=COLOURS[link], height=0.7)
-        axes.barh(-place, high - low, left=low, color=COLOURS[link], alpha=PALE, height=0.7)
-        text = " - ".join(dict.fromkeys((row["low"], row["high"])))
-        axes.text(max(high, 1) + 0.015, -place, text, va="center", fontsize=9)
-    axes.set_yticks(places, [f"{row['model']}, {row['layout']}: {row['codec']}" for row in rows], fontsize=9)
+    first: dict[tuple, dict] = {}
+    for codec in DRAWN:
+        for row in rows:
+            if row["codec"] == codec and "SP" not in row["layout"]:
+                first.setdefault(tuple(row[name] for name in KEY[:4]), row)
+    rows = [row for row in reversed(rows) if row in first.values()]
+    figure, axes = plt.subplots(figsize=(9, 0.31 * len(rows) + 1.2))
+    for place, row in enumerate(rows):
+        speed, low, high = (float(row[name]) for name in ("speed", "low", "high"))
+        colour = LINKS[row["link"]]
+        axes.barh(place, speed - 1, left=1, color=colour, height=0.7)
+        axes.barh(place, high - low, left=low, color=colour, alpha=0.4, height=0.7)
+        axes.text(max(high, 1) + 0.015, place, row["speed"], va="center", fontsize=9)
+    names = ["{link}, {layout}, {mode}, {model}: {codec}".format(**row) for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.axvline(1, color="black", linewidth=0.9)
-    axes.set_xlim(0.55, 2.4)
-    axes.set_xlabel("iterations a second, uncompressed = 1; H200 (graphs: H100), November 2026")
+    axes.set_xlabel("iterations a second, uncompressed = 1; pale: range")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.text(0.985, -0.2, "slower", ha="right", fontsize=9, style="italic")
-    axes.text(1.015, -0.2, "faster", ha="left", fontsize=9, style="italic")
-    links = [Patch(color=colour, label=link) for link, colour in COLOURS.items()]
-    links.append(Patch(color="black", alpha=PALE, label="range of runs"))
-    axes.legend(handles=links, loc="upper right", frameon=False, fontsize=9)
-    axes.set_ylim(-place - 0.7, 0.3)
+    axes.use_sticky_edges = False
+    axes.margins(x=0.08, y=0.01)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
-    draw(read(RESULTS / "speedup.csv"), RESULTS / "speedup.png")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--add", type=Path, nargs="+", default=[], help="rows of benchmarks")
+    parser.add_argument("--machine", default="", help="where they were measured")
+    given = parser.parse_args()
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    stamp = {"machine": given.machine, "date": time.strftime("%Y-%m-%d"), "commit": commit}
+    with FILE.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    added = [row for path in given.add for row in measured(json.loads(path.read_text()), **stamp)]
+    rows = merged(rows + added)
+    with FILE.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    for page in PAGES:
+        page.write_text(filled(page.read_text(), rows))
+    draw(rows, FILE.with_name("speedup.png"))
