@@ -1,7 +1,8 @@
 """A channel: the memory through which one stream of collectives runs, laid out the same on every rank.
 
 ``data`` flags, ``ack`` flags (each uint64[W, PROGRAMS], row w written by rank w), then two areas of slots,
-each uint8[PROGRAMS, DEPTH, W, SLOT]: what arrives from each sender, and what comes back from each owner.
+each uint8[PROGRAMS, DEPTH, W, SLOT]: what arrives from each sender, and what comes back from each owner;
+between two ranks, which sum both all that they have, a second tile from each sender.
 
 Program p of a rank talks to program p of its peers only, step after step, and counts its steps from the
 channel's creation on (int64 in device memory: nothing to reset, nothing for the host to know). In step n it

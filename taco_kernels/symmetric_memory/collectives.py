@@ -113,7 +113,7 @@ def _plan(channel: Channel, kernel, config, config_out, numel, piece, dtype, lay
     to_wire, from_wire, constants = _constants(
         kernel, config, config_out, dtype, channel.table.device, shape, rows.strided, tail, whole
     )
-    tiles = ceil_div(groups * size, tile_of(config, own))
+    tiles = ceil_div(groups * size, tile_of(config, own) * (2 if whole else 1))  # of each step
     programs = ceil_div(tiles, ceil_div(tiles, channel.programs))  # as few as need no more steps
     end = channel.table, channel.steps, channel.memory, channel.rank
     waiting = channel.error_address, channel.timeout_ns

@@ -215,6 +215,10 @@ def all_reduce_kernel(
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
         if not last:
             publish(table, program, rank, done + i + 1, done + i, E)
+    if E.W == 2:  # an empty step: the next kernel may fill the slots of the sums, which must have been read
+        steps += 1
+        publish(table, program, rank, done + steps, done + steps, E)
+        wait(acks, done + steps, error, timeout, E)
     tl.store(steps_done + program, done + steps)
 
 
@@ -224,28 +228,33 @@ def reduce_scatter_kernel(
     groups, run, inner, stride_outer, stride_inner, FLAGS: tl.constexpr, OUT_FLAGS: tl.constexpr,
     C: tl.constexpr, WHOLE: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """out = piece number ``rank`` of the sum of every rank's x, pieces of ``length`` values; WHOLE: out = the
-    sum, every piece is the whole tensor."""
+    """out = piece number ``rank`` of the sum of every rank's x, pieces of ``length`` values.
+
+    WHOLE: out = the whole sum; a step has two tiles, the second in the slots for what comes back.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     message, rows = (numel, stride, length, groups), (run, inner, stride_outer, stride_inner)
     memory, error, timeout = memory.to(tl.int64), error.to(tl.int64), timeout.to(tl.int64)
     zero, full = tl.full((), 0, tl.int32), tl.full((), C.R, tl.int32)
     data, acks = memory + data_flag(program, 0, E), memory + ack_flag(program, 0, E)
     distance = tl.full((), E.SLOT, tl.int64)
+    TILES: tl.constexpr = 2 if WHOLE else 1
 
     done = tl.load(steps_done + program)
-    steps = tl.cdiv(tl.cdiv(groups, C.R) - program, programs)
+    steps = tl.cdiv(tl.cdiv(groups, C.R * TILES) - program, programs)
     for i in range(steps + 1):
         if i < steps:
-            first = (program + i * programs) * C.R
-            slot = arrival(program, done + i, rank, E)
             matrix = load_matrix(to_wire, C)
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E)
+            slot = arrival(program, done + i, rank, E)
             if WHOLE:
-                h, words = rotated_tile(x, zero, first, message, rows, matrix, FLAGS, C)
-                for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic
-                    store_wire(h, words, peer_slot(table, (rank + k) % E.W, slot), C)
+                for tile in range(TILES):
+                    first = ((program + i * programs) * TILES + tile) * C.R
+                    h, words = rotated_tile(x, zero, first, message, rows, matrix, FLAGS, C)
+                    for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic
+                        store_wire(h, words, peer_slot(table, (rank + k) % E.W, slot + tile * E.AREA), C)
             else:
+                first = (program + i * programs) * C.R
                 for k in range(E.W):
                     piece = (rank + 1 + k) % E.W
                     to = peer_slot(table, piece, slot)
@@ -253,20 +262,21 @@ def reduce_scatter_kernel(
             if i == steps - 1:  # the others are waiting for this; else it goes with the next ack
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
-            first = (program + (i - 1) * programs) * C.R
             wait(data, done + i, error, timeout, E)
-            slots = slot_of(memory, arrival(program, done + i - 1, 0, E))
-            if C.OUTLIERS:
-                found = any_list(slots, distance, zero, full, E.W, C)
-            h = tl.zeros([C.R, C.G], tl.float32)
-            for w in range(E.W):  # one after the other: fewer registers, as the sum is transformed
-                sender = tl.full((), 0, tl.int64) + w
-                h = add_sender(h, slots, sender, distance, zero, full, C)
-            if C.HADAMARD:
-                h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
-            if C.OUTLIERS:
-                h = add_lists(h, found, slots, distance, zero, full, E.W, C)
-            write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)
+            for tile in range(TILES):
+                first = ((program + (i - 1) * programs) * TILES + tile) * C.R
+                slots = slot_of(memory, arrival(program, done + i - 1, 0, E) + tile * E.AREA)
+                if C.OUTLIERS:
+                    found = any_list(slots, distance, zero, full, E.W, C)
+                h = tl.zeros([C.R, C.G], tl.float32)
+                for w in range(E.W):  # one after the other: fewer registers, as the sum is transformed
+                    sender = tl.full((), 0, tl.int64) + w
+                    h = add_sender(h, slots, sender, distance, zero, full, C)
+                if C.HADAMARD:
+                    h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
+                if C.OUTLIERS:
+                    h = add_lists(h, found, slots, distance, zero, full, E.W, C)
+                write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)
         publish(table, program, rank, done + tl.minimum(i + 1, steps), done + i, E)
     tl.store(steps_done + program, done + steps)
 

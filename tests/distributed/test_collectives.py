@@ -1,7 +1,6 @@
 """The compressed collectives at world sizes 2, 3 and 4, over gloo."""
 
 import datetime
-from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from megatron.compression.communication import (
     fp32_all_reduce,
     reduce_scatter,
 )
-from megatron.compression.communication.ledger import captures
 from taco_kernels.symmetric_memory.group import timeout_of
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import device_of
@@ -74,7 +72,6 @@ def collectives_worker(rank: int, world_size: int) -> dict:
     _check_nonfinite(rank, group)
     _check_bytes(world_size, group)
     _check_several_communicators(rank, world_size, group)
-    _check_split(rank, world_size, group)
     slow = dist.new_group(range(world_size), timeout=datetime.timedelta(minutes=7))
     assert timeout_of(slow) == 420.0, "what torch waits for, the kernels wait for"
     return outputs
@@ -142,25 +139,6 @@ def _check_several_communicators(rank: int, world_size: int, group) -> None:
         expected = operation(x, codec, plain).wait()
         assert torch.equal(operation(x, codec, shared).wait(), expected)
     assert sends == plain_sends
-
-
-def _check_split(rank: int, world_size: int, group) -> None:
-    """In a capture a large all-reduce is several: the same bits and bytes."""
-    whole, parts = [], []
-    x, codec = _rank_tensor(rank, (world_size * 32, 128), torch.bfloat16), parse_codec("int8")
-    plain = TorchTransport(group, lambda operation, sent: whole.append(sent))
-    split = TorchTransport(group, lambda operation, sent: parts.append(sent))
-    split.split_bytes = x.nbytes // 2
-    expected = all_reduce(x, codec, plain).wait()
-    assert torch.equal(all_reduce(x, codec, split).wait(), expected) and parts == whole
-    parts.clear()
-    captures.captured = Counter()
-    try:
-        works = all_reduce(x, codec, split), all_reduce(x, codec, split, out=torch.empty_like(x))
-        assert all(torch.equal(work.wait(), expected) for work in works)
-    finally:
-        captures.captured = None
-    assert (len(parts), sum(parts)) == (8 * len(whole), 2 * sum(whole))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -47,6 +47,7 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
     xs[0][0, 1] = float("nan")
     channels = ranks.simulated_channels(world_size, programs=24)
     summed = ranks.expected_all_reduce(xs, config)
+    in_two = ranks.expected_all_reduce(xs, config, config)  # the same but between two ranks
     scattered = ranks.expected_reduce_scatter(xs, config)
     gathered = ranks.expected_all_gather(xs, config)
     wires = [encode(x, config) for x in xs]
@@ -59,6 +60,8 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
         return collectives.all_gather_encoded(channel, wires[r], shape, dtype, config)
 
     for _ in range(3):
+        on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
+        on_all(lambda r, c: collectives.all_reduce(c, xs[r], config, config_out=config), [in_two] * world_size)
         on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
         on_all(lambda r, channel: collectives.reduce_scatter(channel, xs[r], config), scattered)
         on_all(gather, [gathered] * world_size)

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.ledger import captures
 from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.transport import Rows, TorchTransport
-from megatron.compression.communication.work import Work, join
+from megatron.compression.communication.work import Work
 
 
 class _Pieces(NamedTuple):
@@ -91,12 +90,6 @@ def all_reduce(
         return Work.completed(x if out is None else out.copy_(x))
     if transport.fuses(codec):
         return transport.fused_all_reduce(x, codec, out)
-    if captures.captured is not None and x.nbytes >= transport.split_bytes and not codec.sees_shape:
-        total = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-        half = x.numel() // (2 * ranks * codec.block) * ranks * codec.block  # groups of values stay the same
-        sizes = [half, x.numel() - half]
-        parts = zip(x.reshape(-1).split(sizes), total.view(-1).split(sizes), strict=True)
-        return join([all_reduce(part, codec, transport, into) for part, into in parts], total)
     if ranks == 2 and in_one_exchange(codec):
         once, rows = codec.hops[0], x[None]
         if once.lossless:

@@ -7,7 +7,6 @@
 All give the same bits and report the same bytes for the same collective.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -52,9 +51,6 @@ class TorchTransport:
 
     overlaps = True
     """Whether a collective under way leaves the device to other work."""
-    split_bytes: float = math.inf
-    """In a CUDA graph an all-reduce of so many bytes is split in two, and each again: the kernels of one
-    overlap with the exchanges of the other. Eager, the host would launch more than it gains."""
 
     def __init__(
         self,
@@ -124,8 +120,6 @@ class TorchTransport:
 
 class HostTransport(TorchTransport):
     """Exchanges by copy engines through the group's ``HostMemory``; counted as over torch.distributed."""
-
-    split_bytes = 32 << 20
 
     def __init__(self, memory: HostMemory, on_send: OnSend | None = None) -> None:
         super().__init__(memory.group, on_send)
