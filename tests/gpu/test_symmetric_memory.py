@@ -61,7 +61,9 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
 
     for _ in range(3):
         on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
-        on_all(lambda r, c: collectives.all_reduce(c, xs[r], config, config_out=config), [in_two] * world_size)
+        on_all(
+            lambda r, c: collectives.all_reduce(c, xs[r], config, config_out=config), [in_two] * world_size
+        )
         on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
         on_all(lambda r, channel: collectives.reduce_scatter(channel, xs[r], config), scattered)
         on_all(gather, [gathered] * world_size)
