@@ -133,8 +133,8 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
     if kernel is all_reduce_kernel:
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
-    sums = kernel is reduce_scatter_kernel  # it transforms sums, the others codes
-    constants |= dict(WHOLE=whole) if sums else {}
+    constants |= dict(WHOLE=whole) if kernel is reduce_scatter_kernel else {}
+    sums = kernel is reduce_scatter_kernel and shape[0] > 2  # transforms of fp32 sums, not of codes
     points, half = full.POINT.value, torch.bfloat16 if dtype == torch.float32 else dtype
     to_wire = _matrix(points, 1 / config.group_size, True, half, device)
     from_wire = _matrix(points, 1.0, False, torch.bfloat16 if sums else torch.float16, device)

@@ -28,6 +28,7 @@ from taco_kernels.taco.outlier_kernels import (
 from taco_kernels.taco.wire import (
     add_sender,
     decode_groups,
+    decode_two,
     dual_step,
     encode_groups,
     load_tile,
@@ -268,12 +269,15 @@ def reduce_scatter_kernel(
                 slots = slot_of(memory, arrival(program, done + i - 1, 0, E) + tile * E.AREA)
                 if C.OUTLIERS:
                     found = any_list(slots, distance, zero, full, E.W, C)
-                h = tl.zeros([C.R, C.G], tl.float32)
-                for w in range(E.W):  # one after the other: fewer registers, as the sum is transformed
-                    sender = tl.full((), 0, tl.int64) + w
-                    h = add_sender(h, slots, sender, distance, zero, full, C)
-                if C.HADAMARD:
-                    h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
+                if E.W == 2:
+                    h = decode_two(slots, distance, zero, full, load_matrix(from_wire, C), C)
+                else:
+                    h = tl.zeros([C.R, C.G], tl.float32)
+                    for w in range(E.W):  # one after the other: fewer registers, as the sum is transformed
+                        sender = tl.full((), 0, tl.int64) + w
+                        h = add_sender(h, slots, sender, distance, zero, full, C)
+                    if C.HADAMARD:
+                        h = unshuffle(transform(shuffle(h, C), load_matrix(from_wire, C), C), C)
                 if C.OUTLIERS:
                     h = add_lists(h, found, slots, distance, zero, full, E.W, C)
                 write_tile(out, h, zero, first, message, rows, OUT_FLAGS, C)

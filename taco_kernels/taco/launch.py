@@ -1,6 +1,6 @@
 """The kernels, which read and write once, and their launches. Same signatures as reference.py.
 
-Sums are taken in the Hadamard domain, in the order of the senders.
+Sums are taken in the Hadamard domain, in the order of the senders; those of two senders outside.
 """
 
 import math
@@ -26,7 +26,14 @@ from taco_kernels.taco.outlier_kernels import (
     sum_lists,
 )
 from taco_kernels.taco.spec import make_flags, make_spec, tuning_for, tuning_in
-from taco_kernels.taco.wire import decode_groups, encode_groups, load_tile, store_tile, sum_senders
+from taco_kernels.taco.wire import (
+    decode_groups,
+    decode_two,
+    encode_groups,
+    load_tile,
+    store_tile,
+    sum_senders,
+)
 
 
 @triton.jit
@@ -94,16 +101,20 @@ def decode_sum_kernel(
     wires, x, numel, groups, wire_stride, run, inner, stride_outer, stride_inner, W: tl.constexpr,
     FLAGS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """x = WHT(sum of q * step). Persistent programs, R groups a step."""
+    """x = WHT(sum of q * step), of two senders the sum of WHT(q) * step. Persistent programs, R groups a
+    step."""
     rows = (run, inner, stride_outer, stride_inner)
-    matrix = sylvester(C, 1.0, False, tl.bfloat16)
+    matrix = sylvester(C, 1.0, False, tl.float16 if W == 2 else tl.bfloat16)
     for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
         first = as_tensor(tile) * C.R
         if C.OUTLIERS:
             found = any_list(wires, wire_stride, first, groups, W, C)
-        h = sum_senders(wires, wire_stride, first, groups, W, C)
-        if C.HADAMARD:
-            h = unshuffle(transform(shuffle(h, C), matrix, C), C)
+        if W == 2:
+            h = decode_two(wires, wire_stride, first, groups, matrix, C)
+        else:
+            h = sum_senders(wires, wire_stride, first, groups, W, C)
+            if C.HADAMARD:
+                h = unshuffle(transform(shuffle(h, C), matrix, C), C)
         if C.OUTLIERS:
             h = add_lists(h, found, wires, wire_stride, first, groups, W, C)
         store_tile(x, h, first, numel, rows, FLAGS, C)

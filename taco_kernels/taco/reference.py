@@ -254,14 +254,22 @@ def decode_sum(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum of the same chunk from W senders, wires uint8[W, wire_bytes(numel)], in fp32 and their order; one
-    inverse WHT at the end."""
+    inverse WHT at the end, of two senders one each."""
     numel = math.prod(shape)
     check_wires(wires.shape, wires.dtype, config, config.chunk_numel(numel))
     if numel == 0:
         result = torch.empty(shape, dtype=dtype, device=wires.device)
     else:
-        total = sum_groups(wires, numel, config)
-        total = hadamard(total) if config.hadamard else total
+        if len(wires) == 2:
+            parts = (
+                decode_groups(wire[None], config.chunk_numel(numel) // config.group_size, config)
+                for wire in wires
+            )
+            one, other = ((hadamard(q) if config.hadamard else q) * step for q, step in parts)
+            total = one + other
+        else:
+            total = sum_groups(wires, numel, config)
+            total = hadamard(total) if config.hadamard else total
         if config.outliers:
             for wire in wires:
                 total = outliers.add(total, lists_of(wire, len(total), config))

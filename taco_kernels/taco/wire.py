@@ -164,6 +164,14 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
 
 
 @triton.jit
+def decode_two(wires, wire_stride, first, groups, matrix, C: tl.constexpr):
+    """fp32[R, G]: the sum of two senders' groups. The transform of codes is one product each, and exact; that
+    of a sum in fp32 is three."""
+    one = decode_groups(wires, first, groups, matrix, C)
+    return one + decode_groups(wires + wire_stride, first, groups, matrix, C)
+
+
+@triton.jit
 def sum_of_squares(h, C: tl.constexpr):
     """fp32[R] over the columns of h[R, G]."""
     if C.G < 64:

@@ -79,9 +79,9 @@ def check(
     g = torch.Generator(device="cuda").manual_seed(numel)
     sent = [torch.randn(numel, device="cuda", generator=g).to(x.dtype) for _ in range(senders)]
     stack = torch.cat([tk.encode(one, config) for one in sent])
-    if "decode_sum" in operations:
-        total = tk.decode_sum(stack, config, shape, torch.float32, out=poisoned(x.float()))
-        expected = reference.decode_sum(stack, config, shape, torch.float32)
+    for number in {senders, 2} if "decode_sum" in operations else ():
+        total = tk.decode_sum(stack[:number], config, shape, torch.float32, out=poisoned(x.float()))
+        expected = reference.decode_sum(stack[:number], config, shape, torch.float32)
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())))
     if "decode_sum_encode" in operations:
         expected = reference.decode_sum_encode(stack, config, numel)

@@ -257,7 +257,7 @@ def transports_worker(rank: int, world_size: int) -> None:
     assert isinstance(symmetric, SymmetricTransport)
     plain = TorchTransport(group)
     torch.manual_seed(rank)
-    for spec in ("taco:format=int8", "int4", "int5/int6", "int5:outliers=on/int6:outliers=on"):
+    for spec in ("taco:format=int8", "int4", "int6", "int5/int6", "int5:outliers=on/int6:outliers=on"):
         codec = parse_codec(spec)
         for shape in ((world_size, 40), (world_size * 128, 1000), (4096, 1024)):
             x = torch.randn(shape, device="cuda").bfloat16()
@@ -267,9 +267,13 @@ def transports_worker(rank: int, world_size: int) -> None:
                 assert torch.equal(operation(x, codec, symmetric).wait(), expected), (spec, operation, shape)
     sends.clear()
     x = torch.ones(world_size * 2**20, device="cuda").bfloat16()
-    all_reduce(x, parse_codec("taco:format=int8"), symmetric).wait()
+    all_reduce(x, parse_codec("taco:format=int8/int8"), symmetric).wait()
     half = (world_size - 1) * 2**20 // 128 * 132  # whole tiles, an fp32 step a group
     assert sends == [("all_to_all", half), ("all_gather", half)]
+    if world_size == 2:
+        sends.clear()
+        all_reduce(x, parse_codec("taco:format=int8"), symmetric).wait()
+        assert sends == [("all_gather", 2 * half)]
     for spec in ("identity", "sdp4bit"):  # over torch.distributed
         assert abs(all_reduce(x, parse_codec(spec), symmetric).wait()[0] - world_size) < 0.1
 

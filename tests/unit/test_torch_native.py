@@ -10,6 +10,7 @@ host.install()
 
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.transformer import cuda_graphs  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
 
@@ -20,7 +21,7 @@ from megatron.compression.torch_native.norm import (  # noqa: E402
     TorchLayerNorm,
     TorchRMSNorm,
 )
-from megatron.compression.torch_native.spec import rotary  # noqa: E402
+from megatron.compression.torch_native.spec import block_spec, rotary  # noqa: E402
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
 
 SEQUENCE, BATCH, HEADS, HEAD_DIM = 12, 3, 4, 16
@@ -208,3 +209,15 @@ def test_norm_refusals() -> None:
         TorchRMSNorm(config(fused_residual_rmsnorm=True, normalization="RMSNorm"), 8)
     with pytest.raises(ValueError, match="memory_efficient_layer_norm"):
         TorchLayerNorm(config(memory_efficient_layer_norm=True), 8)
+
+
+def test_graphs_of_layers_own_what_torch_has_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Transformer Engine installed megatron-core would free it before the backward is captured."""
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
+    monkeypatch.setattr(cuda_graphs, "make_weak_ref", lambda tensor: tensor[:0], raising=False)
+    monkeypatch.setattr(cuda_graphs, "make_weakref", cuda_graphs.make_weakref)
+    x = torch.ones(4)
+    x.is_from_global_mempool = True
+    assert len(cuda_graphs.make_weakref(x, inplace=False)) == 0
+    block_spec(config(cuda_graph_impl="local"))
+    assert cuda_graphs.make_weakref(x) is x and len(x) == 4

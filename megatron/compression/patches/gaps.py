@@ -96,6 +96,18 @@ def fill_weight_gradient_slot(add_product: Callable) -> None:
     put(layers, "_grad_accum_fusion_available", True, "torch's GEMMs add to main_grad")
 
 
+def keep_buffers_of_layer_graphs() -> None:
+    """Let graphs of layers (``--cuda-graph-impl local``) own their inputs until the backward is captured.
+
+    Why: with Transformer Engine installed megatron-core frees the inputs that no autograd function of Python
+    has saved. torch's norms and products save theirs in C++, so gradients would be wrong. Costs memory. Not
+    reached: Transformer Engine's layers, which save in Python.
+    """
+    from megatron.core.transformer import cuda_graphs
+
+    put(cuda_graphs, "make_weakref", lambda tensor, inplace=True: tensor, "torch's kernels save in C++")
+
+
 def build_gpt2_from_its_files() -> None:
     """Let ``--vocab-file`` and ``--merge-file`` alone make a ``GPT2BPETokenizer``.
 

@@ -47,6 +47,8 @@ def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> T
     block = get_gpt_decoder_block_spec(
         transformer, False, transformer.normalization, transformer.qk_l2_norm, vp_stage
     )
+    if transformer.cuda_graph_impl == "local":
+        gaps.keep_buffers_of_layer_graphs()
     norm = TorchRMSNorm if transformer.normalization == "RMSNorm" else TorchLayerNorm
     block.layer_norm = norm
     for layer in {id(layer): layer.submodules for layer in block.layer_specs}.values():
