@@ -2,7 +2,8 @@
 
 Source of the scheme: SDP4Bit (arXiv 2410.15526), two-level gradient quantisation. Rank (node, index) first
 sums, over its node, the shards of the ranks with its index on every node; then, over the nodes, its own.
-With one node, or one rank a node, there is one exchange.
+With one node, or one rank a node, there is one exchange. Sums that all ranks keep are gathered in another
+one; two ranks need none: each sends all that it has, the same bytes.
 """
 
 from dataclasses import dataclass
@@ -87,8 +88,19 @@ class CodecGradientSync(GradientSync):
 
     def start(self) -> Work:
         self.bucket.record_plain()
+        if self.topology.world_size == 2 and not self.bucket.sharded:
+            return self._start_between_two()
         source = self._source()
         return join([self._start_piece(source, begin, end) for begin, end in self.pieces])
+
+    def _start_between_two(self) -> Work:
+        bucket, whole = self.bucket, self.bucket.gradients[None]
+        transport, shape = bucket.transport(), whole.shape[1:]
+        codec, payload = encode(self.first, whole, transport)
+        both, pending = transport.all_gather(payload)
+        return Work(
+            pending, lambda: codec.decode_sum(both[:, None], shape, whole.dtype, bucket.scale, whole)[0]
+        )
 
     def _source(self) -> torch.Tensor:
         """[local, nodes, shard]: element (i, n) is the shard of rank n * local + i, zero padded."""
