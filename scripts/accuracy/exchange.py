@@ -32,6 +32,8 @@ class Exchange:
         codec, shape, dtype = self.codecs[direction], partials.shape[1:], partials.dtype
         if codec is None or (self.setting.sequence_parallel and not whole):
             return self.reduce_scatter(partials, direction)
+        if len(partials) == 2 and codec.one_exchange:
+            return self.reduce_scatter(partials, direction)
         first, second = codec.hops
         payloads, piece = self._encode(partials, codec, first)
         total = first.decode_sum_encode(payloads, piece, second)

@@ -1,8 +1,8 @@
 """A channel: the memory through which one stream of collectives runs, laid out the same on every rank.
 
 ``data`` flags, ``ack`` flags (each uint64[W, PROGRAMS], row w written by rank w), then two areas of slots,
-each uint8[PROGRAMS, DEPTH, W, SLOT]: what arrives from each sender, and what comes back from each owner;
-between two ranks, which sum both all that they have, a second tile from each sender.
+each uint8[PROGRAMS, DEPTH, W, SLOT]: what arrives from each sender, and what comes back from each owner.
+Between two ranks, where an all-reduce is one exchange, the second area takes each sender's second tile.
 
 Program p of a rank talks to program p of its peers only, step after step, and counts its steps from the
 channel's creation on (int64 in device memory: nothing to reset, nothing for the host to know). In step n it
@@ -10,7 +10,9 @@ uses slot n % DEPTH. A flag holds the number of steps that one program of a peer
 in the memory of the rank that waits for it. Data flag n + 1 from a peer: its tiles of step n have arrived.
 Ack flag n + 1 from a peer: it has read the tiles of step n that were sent to it, and in an all-reduce its
 sums of step n have arrived. A sender waits for the acks of step n - DEPTH before it fills a slot again, also
-across calls, so a peer never finds a slot overwritten that it still reads.
+across calls, so a peer never finds a slot overwritten that it still reads. Sums that come back are protected
+by the data flags of their owner instead, which second tiles do not wait for: so between two ranks an
+all-reduce in two exchanges ends with an empty step, for whose acks both wait.
 
 Flags are PTX, because a spin needs a loop with acquire loads and a clock. Every thread of a program calls
 them.

@@ -31,8 +31,8 @@ def all_reduce(
     config_out: CodecConfig | None = None,
 ) -> torch.Tensor:
     """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode. Of two ranks
-    without a ``config_out``: of encode, decode_sum of both, since each can send the other all that it has in
-    the bytes of two pieces.
+    without a ``config_out`` those of encode, decode_sum of both: all that a rank has is as many bytes as the
+    two pieces that it would send.
 
     Args:
         channel: this rank's end.
@@ -103,7 +103,7 @@ def _plan(channel: Channel, kernel, config, config_out, numel, piece, dtype, lay
     size, own = config.group_size, _own(channel.table.device)
     groups = ceil_div(piece, size)
     launch.check_groups(groups * channel.world_size)
-    whole = kernel is reduce_scatter_kernel and piece == numel  # every rank wants all of x
+    whole = kernel is reduce_scatter_kernel and piece == numel and channel.world_size > 1  # all want all of x
     uneven = piece % size and not whole
     rows = None if uneven and layout else launch.rows_of(layout, size)  # None: x is to be copied
     walkable = rows is not None
@@ -134,7 +134,7 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
     constants |= dict(WHOLE=whole) if kernel is reduce_scatter_kernel else {}
-    sums = kernel is reduce_scatter_kernel and shape[0] > 2  # transforms of fp32 sums, not of codes
+    sums = kernel is reduce_scatter_kernel and shape[0] != 2  # transforms of fp32 sums, not of codes
     points, half = full.POINT.value, torch.bfloat16 if dtype == torch.float32 else dtype
     to_wire = _matrix(points, 1 / config.group_size, True, half, device)
     from_wire = _matrix(points, 1.0, False, torch.bfloat16 if sums else torch.float16, device)

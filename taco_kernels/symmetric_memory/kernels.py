@@ -1,4 +1,5 @@
-"""The three collectives, one kernel each: a step sends the next tiles and works on those that arrived.
+"""The three collectives, one kernel each: a step sends the next tiles and works on those that arrived. An
+all-reduce of two ranks in one exchange is the reduce-scatter's, of the whole tensor.
 
 A tile of R groups is sent as a wire chunk of its own (taco's layout.py) in a slot of SLOT bytes. It is whole
 blocks, so its lists of outliers are the codec's. Of dual scales only the step is sent that a decoder makes of
@@ -249,7 +250,8 @@ def reduce_scatter_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E)
             slot = arrival(program, done + i, rank, E)
             if WHOLE:
-                for tile in range(TILES):
+                left = groups - (program + i * programs) * TILES * C.R
+                for tile in range(tl.minimum(TILES, tl.cdiv(left, C.R))):
                     first = ((program + i * programs) * TILES + tile) * C.R
                     h, words = rotated_tile(x, zero, first, message, rows, matrix, FLAGS, C)
                     for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic
@@ -264,7 +266,12 @@ def reduce_scatter_kernel(
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
             wait(data, done + i, error, timeout, E)
-            for tile in range(TILES):
+            if WHOLE:
+                left = groups - (program + (i - 1) * programs) * TILES * C.R
+                tiles = tl.minimum(TILES, tl.cdiv(left, C.R))
+            else:
+                tiles = 1
+            for tile in range(tiles):
                 first = ((program + (i - 1) * programs) * TILES + tile) * C.R
                 slots = slot_of(memory, arrival(program, done + i - 1, 0, E) + tile * E.AREA)
                 if C.OUTLIERS:

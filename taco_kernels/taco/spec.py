@@ -159,6 +159,8 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
 def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
     """``tuning_of`` on sm_90; elsewhere one conservative table, compiled, not timed."""
     measured = tuning_of(operation, config)
+    if device.capability[0] == 10 and operation == "encode" and config.bits < 8 and config.group_size == 64:
+        return measured._replace(tile=4096)  # the fused kernels' too, which decode: see tuning_in
     if not device.small:
         return measured
     if operation == "decode_sum":
@@ -186,6 +188,7 @@ def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, 
     if chunks > MOST_RANKS and tile < tuning.tile:
         programs = min(4, tuning.programs * tuning.tile // tile)
         tuning = tuning._replace(tile=tile, programs=programs, registers=None)
-    if device.capability[0] == 10 and operation == "decode" and tuning.tile == 128 * config.group_size:
+    decodes = operation in ("decode", "decode_sum")
+    if device.capability[0] == 10 and decodes and tuning.tile == 128 * config.group_size:
         tuning = tuning._replace(tile=tuning.tile // 2)  # Triton 3.6 fails on 4 to 6 bits in 128 rows
     return tuning

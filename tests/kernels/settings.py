@@ -43,10 +43,10 @@ def decode_sum(config: CodecConfig) -> None:
     taco.decode_sum(zeros(4, config.wire_bytes(NUMEL)), config, (NUMEL,), BF16)
 
 
-def collective(operation: str, config: CodecConfig) -> None:
-    """Of four ranks, whose addresses are not used."""
-    memory = zeros(channel_bytes(4, 8))
-    channel = Channel([memory.data_ptr()] * 4, 0, torch.device("cpu"), 8, 1.0)
+def collective(operation: str, config: CodecConfig, ranks: int = 4) -> None:
+    """Of ranks whose addresses are not used."""
+    memory = zeros(channel_bytes(ranks, 8))
+    channel = Channel([memory.data_ptr()] * ranks, 0, torch.device("cpu"), 8, 1.0)
     getattr(collectives, operation)(channel, zeros(4, NUMEL // 4, dtype=BF16), config)
 
 
@@ -94,6 +94,9 @@ SETTINGS = {
     ),
     "symmetric_memory all_reduce int6 signed outliers": partial(
         collective, "all_reduce", CodecConfig("int6", 128, "signed", outliers=True)
+    ),
+    "symmetric_memory all_reduce int6 signed two ranks": partial(
+        collective, "all_reduce", CodecConfig("int6", 128, "signed"), 2
     ),
     "sdp4bit": of_sdp4bit,
     "tah_quant": of_tah_quant,

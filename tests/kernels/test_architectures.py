@@ -64,6 +64,7 @@ def test_fp8_is_rounded_once(architecture: int, format: str, tmp_path, monkeypat
     ("kernel", "name"),
     [
         ("all_reduce_kernel", "all_reduce int6 signed outliers"),
+        ("reduce_scatter", "all_reduce int6 signed two ranks"),
         pytest.param("reduce_scatter", "reduce_scatter int8 256 signed", marks=pytest.mark.thorough),
     ],
 )
@@ -91,8 +92,10 @@ def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:
     device = device_of(100)
     for config in (CodecConfig(f, g) for f in ("int4", "int5", "int6") for g in (32, 64)):
         for groups, chunks in ((2**14, 1), *((2**n, 32) for n in range(9))):
-            tile = tuning_in("decode", config, device, groups, chunks).tile
-            assert tile // config.group_size != 128, (config, groups)
+            for operation in ("decode", "decode_sum"):
+                tile = tuning_in(operation, config, device, groups, chunks).tile
+                assert tile // config.group_size != 128, (config, groups)
+        assert tile_of(config, device) // config.group_size != 128, config
 
 
 def test_slots_hold_the_tiles_of_any_device() -> None:

@@ -28,7 +28,6 @@ from megatron.compression.auto.messages import MessageKind, workload
 from megatron.compression.auto.plan import BUDGET, aligned, choose
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import FLAGS, RECIPES, Recipe
-from megatron.compression.communication.collectives import in_one_exchange
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import InputError, OneLineParser, first_line, require_extra
@@ -132,15 +131,21 @@ class Group:
         if operation not in ("all_reduce", "reduce_scatter"):
             encoded = values / self.ranks if operation == "all_gather" else values
             return leg(operation, second, encoded, values, 0)
-        if operation == "all_reduce" and self.ranks == 2 and in_one_exchange(codec):
-            both = payload(first, 2 * values, dtype)
-            return self.seconds("all_gather", both) + kernels(first, values, 0, 2 * values)
+        if operation == "all_reduce" and self.ranks == 2 and codec.one_exchange:
+            return self._between_two(first, values, dtype)
         scattered = leg("all_to_all", first, values, 0, values)
         return scattered + (leg("all_gather", second, 0, values, 0) if operation == "all_reduce" else 0.0)
+
+    def _between_two(self, codec: Codec, values: int, dtype: torch.dtype) -> float:
+        """A sum of two ranks in one exchange."""
+        both = payload(codec, 2 * values, dtype)
+        return self.seconds("all_gather", both) + kernels(codec, values, 0, 2 * values)
 
     def _gradients(self, values: int, dtype: torch.dtype, codec: Codec, sharded: bool) -> float:
         """A sum inside the node and then one between nodes, each with its own codec of the pair."""
         (intra, inter), nodes = codec.hops, self.ranks // self.local
+        if self.ranks == 2 and not sharded:
+            return self._between_two(inter if nodes > 1 else intra, values, dtype)
         found = 0.0
         for hop, speed, ranks, part in (
             (intra, self.cluster.intra, self.local, values),

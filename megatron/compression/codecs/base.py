@@ -53,6 +53,12 @@ class Codec(abc.ABC):
         return self, self
 
     @property
+    def one_exchange(self) -> bool:
+        """Whether an all-reduce between two ranks is one exchange: both exchanges have the same codec."""
+        first, second = self.hops
+        return first is second or first == second
+
+    @property
     def backward(self) -> Codec:
         """What encodes the gradients of what this codec encodes, where nobody chooses another one."""
         return self

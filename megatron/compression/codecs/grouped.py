@@ -23,7 +23,8 @@ from taco_kernels.taco import CodecConfig
 class GroupedCodec(Codec):
     """The codec contract over the kernels of ``taco_kernels.taco``: Triton on CUDA, plain torch elsewhere.
 
-    Sums run in the Hadamard domain, in fp32, with one inverse transform at the end.
+    Sums run in the Hadamard domain, in fp32, with one inverse transform at the end; those of
+    two senders after one each.
     """
 
     @property

@@ -81,16 +81,16 @@ def all_reduce(
 ) -> Work:
     """Start to sum ``x`` (any strides; bf16, fp16, fp32) over the ranks, in two exchanges: encode one piece a
     destination (the codec's first hop), all-to-all, decode + sum + encode the own piece (its second),
-    all-gather, decode. Between two ranks one exchange sends the same bytes (``in_one_exchange``): each sends
-    all that it has, and the sum is not encoded again. ``wait`` gives the sum, of ``x``'s shape and dtype, in
-    a contiguous ``out`` if given.
+    all-gather, decode. Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each
+    sends all that it has, and the sum is not encoded again. ``wait`` gives the sum, of ``x``'s shape and
+    dtype, in a contiguous ``out`` if given.
     """
     ranks = transport.world_size
     if ranks == 1 or x.numel() == 0:
         return Work.completed(x if out is None else out.copy_(x))
     if transport.fuses(codec):
         return transport.fused_all_reduce(x, codec, out)
-    if ranks == 2 and in_one_exchange(codec):
+    if ranks == 2 and codec.one_exchange and (x.dim() > 1 or not codec.sees_shape):
         once, rows = codec.hops[0], x[None]
         if once.lossless:
             once, payload = encode(once, rows, transport)
@@ -126,12 +126,6 @@ def all_reduce(
         return Work(pending, decode)
 
     return Work(pending, sum_own_piece, exchanges=2)
-
-
-def in_one_exchange(codec: Codec) -> bool:
-    """Whether an all-reduce between two ranks is one exchange: the codec has not one for each of two."""
-    first, second = codec.hops
-    return first is second
 
 
 def reduce_scatter(

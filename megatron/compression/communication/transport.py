@@ -175,11 +175,10 @@ class SymmetricTransport(TorchTransport):
 
     def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
         """The whole of ``all_reduce``."""
-        hops = codec.hops
-        first, second = (hop.fused_config for hop in hops)
+        first, second = (hop.fused_config for hop in codec.hops)
         assert first is not None, "fuses() is asked before"
-        out = self.symmetric.all_reduce(x, first, out=out, config_out=None if hops[0] is hops[1] else second)
-        if self.world_size == 2 and hops[0] is hops[1]:  # one exchange
+        out = self.symmetric.all_reduce(x, first, out=out, config_out=None if codec.one_exchange else second)
+        if self.world_size == 2 and codec.one_exchange:
             return self._completed(out, x.numel(), all_gather=first)
         piece = first.chunk_numel(x.numel(), self.world_size)
         return self._completed(out, piece, all_to_all=first, all_gather=second)
