@@ -179,7 +179,7 @@ class BridgeCompression:
             directory=config.report,
             train_iters=lambda: self.cfg.train.train_iters,
             track=lambda *row: track(self._state.tensorboard_logger, self._state.wandb_logger, *row),
-            small_hint=f"min_mb={config.tensor_parallel.min_bytes / 2**20:g}" if config.enabled else None,
+            small_hint=f"min_mb={config.tensor_parallel.min_bytes / 2**20:g}",
             clock=lambda: self._seconds,
         )
         groups = partial(groups_by_dimension, settings.num_experts is not None)

@@ -144,9 +144,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         directory=config.report,
         train_iters=lambda: args.train_iters,
         track=megatron_track,
-        small_hint=f"--compression-min-mb {config.tensor_parallel.min_bytes / 2**20:g}"
-        if config.enabled
-        else None,
+        small_hint=f"--compression-min-mb {config.tensor_parallel.min_bytes / 2**20:g}",
         clock=megatron_seconds,
     )
     _follow(args, compression, reporter, automatic)

@@ -250,8 +250,8 @@ def reduce_scatter_kernel(
             wait(acks, done + i + 1 - E.DEPTH, error, timeout, E)
             slot = arrival(program, done + i, rank, E)
             if WHOLE:
-                left = groups - (program + i * programs) * TILES * C.R
-                for tile in range(tl.minimum(TILES, tl.cdiv(left, C.R))):
+                left = tl.cdiv(groups, C.R) - (program + i * programs) * TILES
+                for tile in range(tl.minimum(TILES, left)):
                     first = ((program + i * programs) * TILES + tile) * C.R
                     h, words = rotated_tile(x, zero, first, message, rows, matrix, FLAGS, C)
                     for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic
@@ -266,12 +266,10 @@ def reduce_scatter_kernel(
                 publish(table, program, rank, done + steps, done + tl.maximum(i - 1, 0), E)
         if i >= 1:
             wait(data, done + i, error, timeout, E)
+            left = 1
             if WHOLE:
-                left = groups - (program + (i - 1) * programs) * TILES * C.R
-                tiles = tl.minimum(TILES, tl.cdiv(left, C.R))
-            else:
-                tiles = 1
-            for tile in range(tiles):
+                left = tl.cdiv(groups, C.R) - (program + (i - 1) * programs) * TILES
+            for tile in range(tl.minimum(TILES, left)):
                 first = ((program + (i - 1) * programs) * TILES + tile) * C.R
                 slots = slot_of(memory, arrival(program, done + i - 1, 0, E) + tile * E.AREA)
                 if C.OUTLIERS:

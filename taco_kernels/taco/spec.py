@@ -188,7 +188,6 @@ def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, 
     if chunks > MOST_RANKS and tile < tuning.tile:
         programs = min(4, tuning.programs * tuning.tile // tile)
         tuning = tuning._replace(tile=tile, programs=programs, registers=None)
-    decodes = operation in ("decode", "decode_sum")
-    if device.capability[0] == 10 and decodes and tuning.tile == 128 * config.group_size:
+    if device.capability[0] == 10 and operation != "encode" and tuning.tile == 128 * config.group_size:
         tuning = tuning._replace(tile=tuning.tile // 2)  # Triton 3.6 fails on 4 to 6 bits in 128 rows
     return tuning

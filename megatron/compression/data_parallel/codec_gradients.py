@@ -98,9 +98,7 @@ class CodecGradientSync(GradientSync):
         transport, shape = bucket.transport(), whole.shape[1:]
         codec, payload = encode(self.first, whole, transport)
         both, pending = transport.all_gather(payload)
-        return Work(
-            pending, lambda: codec.decode_sum(both[:, None], shape, whole.dtype, bucket.scale, whole)[0]
-        )
+        return Work(pending, lambda: codec.decode_sum(both[:, None], shape, whole.dtype, bucket.scale, whole))
 
     def _source(self) -> torch.Tensor:
         """[local, nodes, shard]: element (i, n) is the shard of rank n * local + i, zero padded."""

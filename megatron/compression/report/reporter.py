@@ -39,7 +39,7 @@ class Reporter:
         directory: str | None,
         train_iters: Callable[[], int | None],
         track: Callable[[dict[str, float], int], None],
-        small_hint: str | None,
+        small_hint: str,
         clock: Callable[[], float],
     ) -> None:
         self.ledger, self.meter = ledger, meter
@@ -143,7 +143,7 @@ class Reporter:
 
     def _say_what_stays_uncompressed(self, per_iteration: dict) -> None:
         small = sum(kinds.get("small", {}).get("sent", 0.0) for kinds in per_iteration.values())
-        if small and self.small_hint:
+        if small:
             line = f"{small / MB:.3f} MB per iteration and GPU are in tensors under {self.small_hint} and go"
             self._say_once("small", f"{line} uncompressed")
 
