@@ -64,7 +64,6 @@ def measured(rows: list[dict], **stamp: str) -> list[dict]:
         cells = dict(zip((*KEY, *TIMES), (*place(row)[1:], codec, *map("{:.1f}".format, times)), strict=True))
         cells["layout"] += ", one GPU a node" * (NODE in row["codec"])
         cells["memory"] = ", ".join(f"{size / 1e9:.1f}" for size in row.get("peak_memory", {}).values())
-        cells["loss"] = ", ".join(f"{one['last_loss']:.4f}" for one in (row, none[0]) if "last_loss" in one)
         result.append(cells | stamp)
     return result
 
