@@ -1,17 +1,13 @@
-"""Runs of pretrain_gpt.py on CPU, with what their ranks held at the end.
-
-That is losses at full precision, parameters and the ledger.
-"""
+"""What a rank of pretrain_gpt.py held at its end: losses at full precision, parameters and the ledger."""
 
 import hashlib
+import os
 import pickle
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.distributed.launch import Started, free_port
-from tests.distributed.server import Forked, rank_environment, run_script
+from tests.distributed.server import run_script
 
 
 @dataclass
@@ -30,65 +26,12 @@ class RankResult:
     """(pipeline rank, tensor rank)."""
 
 
-@dataclass
-class ForkedRun:
-    """A finished run."""
-
-    returncode: int
-    output: str
-    ranks: list[RankResult]
-    """By rank; empty where the run failed."""
-    seconds: float
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """Training loss by iteration."""
-        return self.ranks[-1].losses
-
-    @property
-    def errors(self) -> list[str]:
-        """The lines that tell a user what was wrong."""
-        return [line for line in self.output.splitlines() if line.startswith("error: ")]
-
-
-def pretrain(
-    *flags: str,
-    ranks: int,
-    directory: Path,
-    timeout: float = 300,
-    check: bool = True,
-    script: str = "pretrain_gpt.py",
-    through: str | None = None,
-) -> ForkedRun:
-    """Run ``script flags`` on ``ranks`` forked processes.
-
-    Args:
-        directory: an existing folder for the output.
-        timeout: seconds, after which the ranks are killed and the test fails.
-        check: require that the run succeeds.
-        script: the entrypoint, relative to the repository.
-        through: a script that is given the entrypoint as its first argument, in place of it.
-    """
-    port, results = free_port(), Path(tempfile.mkdtemp(prefix="results-", dir=directory))
-    started = Started([])
-    words = [script, *flags] if through is None else [through, script, *flags]
-    for rank in range(ranks):
-        own = rank_environment(rank, ranks, port)
-        started.processes.append(Forked(own, _rank_main, words, results / str(rank)))
-        started.read(started.processes[-1])
-    run = started.finish(timeout)
-    files = [results / str(rank) for rank in range(ranks)]
-    complete = [pickle.loads(file.read_bytes()) for file in files] if all(f.exists() for f in files) else []
-    good = run.returncode == 0 and len(complete) == ranks
-    assert good or not check, f"exit status {run.returncode}:\n{run.output[-6000:]}"
-    return ForkedRun(run.returncode, run.output, complete, run.seconds)
-
-
-def _rank_main(words: list[str], results: Path) -> None:
+def run_and_keep(script: str, arguments: list[str], results: Path) -> None:
+    """Run a script and write its RankResult into the folder ``results``, by rank."""
     result, finish = _capture()
-    run_script(words[0], words[1:])
+    run_script(script, arguments)
     finish()
-    results.write_bytes(pickle.dumps(result))
+    (results / os.environ["RANK"]).write_bytes(pickle.dumps(result))
 
 
 def _capture() -> tuple[RankResult, Callable[[], None]]:
@@ -133,7 +76,8 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
         for number, chunk in enumerate(held["chunks"]):
             for name, parameter in chunk.named_parameters():
                 name = f"{number}.{name}"
-                bits = parameter.detach().float().numpy().tobytes()
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # FSDP2's shard
+                bits = local.detach().float().numpy().tobytes()
                 result.parameters[name] = hashlib.sha256(bits).hexdigest()
                 if not getattr(parameter, "tensor_model_parallel", False):
                     result.replicated.add(name)

@@ -1,56 +1,39 @@
-"""Starts training runs in processes of their own, as torchrun would, and reads back what they print.
+"""Starts training runs in processes of their own, as torchrun would: what they print, what their ranks hold.
 
-    run = pretrain("--tensor-model-parallel-size", "2", processes=2)
-    run.losses()        {iteration: lm loss} from the log, seven digits
-    run.exact_losses()  the same from the run's report, every digit
+    run = pretrain(*tiny_flags("--tensor-model-parallel-size", "2"), ranks=2)
+    run.losses, run.ranks[0].parameters, run.output
 
 `start` sets the variables that torchrun sets and forks the ranks from server.py, which spares torchrun's
 start-up (3 s) and each rank's (6 s); `torchrun` is the real one.
 """
 
 import contextlib
-import json
 import os
+import pickle
 import random
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from tests.distributed.forked import RankResult, run_and_keep
 from tests.distributed.server import REPO, Forked, rank_environment, run_script
 
 # A model of 2 layers on made-up data, on CPU: 20 to 60 ms for a micro-batch.
-TINY = {
-    "--num-layers": "2",
-    "--hidden-size": "32",
-    "--num-attention-heads": "4",
-    "--seq-length": "32",
-    "--max-position-embeddings": "32",
-    "--micro-batch-size": "2",
-    "--global-batch-size": "4",
-    "--train-iters": "4",
-    "--lr": "1e-3",
-    "--lr-decay-style": "constant",
-    "--clip-grad": "1.0",
-    "--weight-decay": "0.1",
-    "--vocab-size": "127",
-    "--tokenizer-type": "NullTokenizer",
-    "--make-vocab-size-divisible-by": "128",
-    "--num-workers": "0",
-    "--log-interval": "1",
-    "--eval-iters": "0",
-    "--eval-interval": "1000",
-    "--distributed-timeout-minutes": "2",
-}
+TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2
+    --max-position-embeddings 32 --global-batch-size 4 --train-iters 4 --lr 1e-3 --lr-decay-style constant
+    --clip-grad 1.0 --weight-decay 0.1 --vocab-size 127 --tokenizer-type NullTokenizer --num-workers 0
+    --make-vocab-size-divisible-by 128 --log-interval 1 --eval-iters 0 --eval-interval 1000
+    --distributed-timeout-minutes 2"""
 
 START_FAST = Path(__file__).parent / "start_fast"
 
@@ -65,9 +48,23 @@ class Run:
     output: str
     """Standard output and error of all ranks, interleaved."""
     seconds: float
-    report: Path | None = None
-    """The folder of --compression-report, if the run wrote one; removed together with the Run."""
-    folder: tempfile.TemporaryDirectory | None = field(default=None, repr=False)
+    ranks: list[RankResult] = field(default_factory=list)
+    """Of ``pretrain``, by rank; empty where the run failed."""
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Training loss by iteration, every digit."""
+        return self.ranks[-1].losses
+
+    @property
+    def parameters(self) -> list[dict[str, str]]:
+        """Hashes of the ranks' parameters."""
+        return [rank.parameters for rank in self.ranks]
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines that tell a user what was wrong."""
+        return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
     def log(self, field_name: str) -> dict[int, float]:
         """{iteration: value} of a field of Megatron's log line, such as "lm loss" or "grad norm"."""
@@ -78,20 +75,6 @@ class Run:
                 values[int(iteration)] = float(found.group(1))
         return values
 
-    def losses(self) -> dict[int, float]:
-        """{iteration: lm loss} of the log, whose second line averages the first two iterations."""
-        return self.log("lm loss")
-
-    def exact_losses(self) -> dict[int, float]:
-        """{iteration: lm loss} at full precision, from the report's history."""
-        assert self.report is not None, "the run wrote no report"
-        rows = [json.loads(line) for line in (self.report / "history.jsonl").read_text().splitlines()]
-        return {row["iteration"]: row["losses"]["lm loss"] for row in rows if "split" not in row}
-
-    def errors(self) -> list[str]:
-        """The lines that begin with "error: "."""
-        return [line for line in self.output.splitlines() if line.startswith("error: ")]
-
 
 @dataclass
 class Started:
@@ -100,7 +83,6 @@ class Started:
     processes: list[subprocess.Popen | Forked]
     lines: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
-    report: Path | None = None
 
     def read(self, process: subprocess.Popen | Forked) -> None:
         """Collect a process's output in the background: a full pipe would stop it."""
@@ -142,7 +124,7 @@ class Started:
             self.kill()
         codes = [process.returncode for process in self.processes]
         failed = next((code for code in codes if code and code > 0), next((c for c in codes if c), 0))
-        return Run(failed, "".join(self.lines), time.monotonic() - self.began, self.report)
+        return Run(failed, "".join(self.lines), time.monotonic() - self.began)
 
     def kill(self) -> None:
         """End every process of this run, and what they started."""
@@ -182,14 +164,18 @@ def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", **settings, **extra}
 
 
-def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
-    """Start `script` (relative to the repository) in `processes` ranks on this host."""
+def _fork(ranks: int, env: dict[str, str], body: Callable, *arguments) -> Started:
+    """`body(*arguments)` in `ranks` ranks on this host."""
     started, port = Started([]), free_port()
-    for rank in range(processes):
-        own = rank_environment(rank, processes, port) | env
-        started.processes.append(Forked(own, run_script, script, list(arguments)))
+    for rank in range(ranks):
+        started.processes.append(Forked(rank_environment(rank, ranks, port) | env, body, *arguments))
         started.read(started.processes[-1])
     return started
+
+
+def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
+    """Start `script` (relative to the repository) in `processes` ranks on this host."""
+    return _fork(processes, env, run_script, script, list(arguments))
 
 
 def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
@@ -205,48 +191,43 @@ def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> St
 
 
 def tiny_flags(*flags: str, **replaced: str) -> list[str]:
-    """The command line of a tiny run.
+    """The command line of a tiny run; the last of two equal flags counts.
 
     Args:
-        flags: added at the end, as a user writes them; the last of two equal flags counts.
+        flags: added at the end, as a user writes them.
         replaced: values of TINY by flag name, e.g. train_iters="8".
     """
-    chosen = dict(TINY)
-    for name, value in replaced.items():
-        chosen["--" + name.replace("_", "-")] = value
+    changes = [word for name, value in replaced.items() for word in (f"--{name.replace('_', '-')}", value)]
     data = [] if any(flag.endswith("data-path") for flag in flags) else ["--mock-data"]
-    return [part for pair in chosen.items() for part in pair] + data + list(flags)
+    return [*TINY.split(), *changes, *data, *flags]
 
 
 def pretrain(
     *flags: str,
-    processes: int = 2,
-    timeout: float = 240,
+    ranks: int = 2,
+    timeout: float = 300,
     check: bool = True,
-    exact: bool = False,
     script: str = "pretrain_gpt.py",
+    through: str | None = None,
     env: dict[str, str] | None = None,
-    **replaced: str,
 ) -> Run:
-    """Train the tiny model to its end.
+    """Run ``script flags`` to its end, with what its ranks held there.
 
     Args:
-        flags, replaced: see `tiny_flags`.
-        processes: number of ranks.
-        timeout: seconds for the whole run.
-        check: require that it succeeds.
-        exact: write a report, for `Run.exact_losses`.
+        timeout: seconds, after which the ranks are killed and the test fails.
+        check: require that the run succeeds.
         script: the entrypoint, relative to the repository.
+        through: a script that is given the entrypoint as its first argument, in place of it.
         env: further environment variables.
     """
-    folder = tempfile.TemporaryDirectory(prefix="megatron-taco-") if exact else None
-    report = Path(folder.name) / "report" if exact else None
-    more = ["--compression-report", str(report)] if exact else []
-    started = start(script, *tiny_flags(*flags, **replaced), *more, processes=processes, **(env or {}))
-    started.report = report
-    run = started.finish(timeout)
-    run.folder = folder
-    assert not check or run.returncode == 0, f"exit status {run.returncode}:\n{run.output[-6000:]}"
+    first, *words = [script, *flags] if through is None else [through, script, *flags]
+    with tempfile.TemporaryDirectory(prefix="megatron-taco-") as folder:
+        run = _fork(ranks, env or {}, run_and_keep, first, words, Path(folder)).finish(timeout)
+        files = [Path(folder, str(rank)) for rank in range(ranks)]
+        if all(file.exists() for file in files):
+            run.ranks = [pickle.loads(file.read_bytes()) for file in files]
+    good = run.returncode == 0 and len(run.ranks) == ranks
+    assert good or not check, f"exit status {run.returncode}:\n{run.output[-6000:]}"
     return run
 
 
@@ -256,8 +237,3 @@ def go_back_to(iteration: int, saved: Path) -> None:
         if int(folder.name.removeprefix("iter_")) > iteration:
             shutil.rmtree(folder)
     (saved / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-
-
-def stop(process: psutil.Process) -> None:
-    """Kill a process the hard way, as a lost machine would."""
-    os.kill(process.pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -53,6 +54,16 @@ def spawn(
                 if process.is_alive():
                     process.kill()
     return [outcomes[rank] for rank in range(world_size)]
+
+
+def spawned(function: Callable, world_size: int, *args: Any, **options: Any):
+    """A fixture of a module: the results of ``spawn``."""
+
+    @pytest.fixture(scope="module")
+    def results() -> list:
+        return spawn(function, world_size, *args, **options)
+
+    return results
 
 
 def _main(function, rank, world_size, backend, store, results, args) -> None:

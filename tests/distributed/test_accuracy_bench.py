@@ -14,7 +14,7 @@ from megatron.compression.data_parallel.compressor import GradientBucket
 from scripts.accuracy.data_parallel import NODES, RANKS, sum_gradients
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.settings import Setting
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 
 SPECS = ("taco", "int6", "int4:group=64,scales=single", "int5/int8", "sdp4bit", "tah-quant")
 
@@ -46,10 +46,8 @@ def worker(rank: int, world_size: int) -> dict:
     return results
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    """What each of four ranks has."""
-    return spawn(worker, 4)
+ranks = spawned(worker, 4)
+"""What each of four ranks has."""
 
 
 @pytest.mark.parametrize("spec", SPECS)

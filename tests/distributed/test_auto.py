@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import go_back_to, tiny_flags
+from tests.distributed.launch import Run, go_back_to, pretrain, tiny_flags
 from tests.distributed.spawn import spawn
 
 SLOW = "tests/distributed/slow_links.py"
@@ -14,13 +13,13 @@ CHECKED = 2 + 2 * 2 * 2
 """Iterations that slow_links.py's check of one dimension takes, with those before it."""
 
 
-def decisions(run: ForkedRun) -> list[dict]:
+def decisions(run: Run) -> list[dict]:
     """What each rank has decided, by rank."""
     found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d) decided (.*)", run.output)}
     return [found[rank] for rank in sorted(found)]
 
 
-def kinds(run: ForkedRun, traffic: str) -> dict[str, int]:
+def kinds(run: Run, traffic: str) -> dict[str, int]:
     """Calls of the first rank by kind, of an uncompressed operation or in place of one."""
     calls: dict[str, int] = {}
     for row in run.ranks[0].ledger:
@@ -40,9 +39,9 @@ def slow_run(tmp_path_factory):
         *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto"),
         *("--save", str(saved), "--save-interval", str(CHECKED)),
     ]
-    whole = pretrain(*flags, ranks=2, directory=directory, through=SLOW)
+    whole = pretrain(*flags, ranks=2, through=SLOW)
     go_back_to(CHECKED, saved)
-    resumed = pretrain(*flags, "--load", str(saved), ranks=2, directory=directory, through=SLOW)
+    resumed = pretrain(*flags, "--load", str(saved), ranks=2, through=SLOW)
     return whole, resumed, saved / "compression-auto.json"
 
 
@@ -95,7 +94,6 @@ def test_what_does_not_gain_is_switched_off(tmp_path) -> None:
         *("--compression", "auto", "--compression-loss-budget", "0.2"),
         *("--compression-report", str(tmp_path / "report")),
         ranks=4,
-        directory=tmp_path,
         through=SLOW,
     )
     everyone = decisions(run)
@@ -119,7 +117,6 @@ def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
         *("--tensor-model-parallel-size", "2", "--bf16"),
         *("--compression", "auto", "--compression-loss-budget", "0"),
         ranks=2,
-        directory=tmp_path,
         through=SLOW,
     )
     assert [choice["name"] for choice in decisions(run)[0]["dimensions"]] == ["lossless"]

@@ -8,7 +8,7 @@ import torch
 
 from tests.distributed.caat_net_emulation import EmulatedCaatNet
 from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawn, spawned
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, start_model_parallel
 
 HEADS = 4
@@ -177,10 +177,7 @@ def two_ranks_worker(rank: int, world_size: int) -> list[dict]:
     return [gradients_of(rank, world_size, *case) for case in GRADIENT_CASES]
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict]:
-    """Each rank's results."""
-    return spawn(two_ranks_worker, 2)
+two_ranks = spawned(two_ranks_worker, 2)
 
 
 def test_gradients_are_those_of_the_emulated_function(two_ranks) -> None:

@@ -1,13 +1,12 @@
 """CAAT-Net sends the shared channels' bytes and no others; replicas agree."""
 
-import pytest
 import torch
 
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.report.figures import log_line
 from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.distributed.tiny_gpt import HIDDEN, LAYERS, SEQUENCE, batch, build_tiny_gpt, start_model_parallel
 from tests.distributed.transport_audit import TransportAudit, total_of
 
@@ -119,10 +118,7 @@ def two_ranks_worker(rank: int, world_size: int) -> dict:
     return {"traffic": traffic_worker(rank, world_size), "evaluation": _evaluate(rank, world_size)}
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict]:
-    """Each rank's results."""
-    return spawn(two_ranks_worker, 2)
+two_ranks = spawned(two_ranks_worker, 2)
 
 
 def test_traffic_and_replicas(two_ranks) -> None:

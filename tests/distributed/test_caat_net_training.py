@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import Run, pretrain, tiny_flags
+from tests.distributed.test_matrix import check_replicas
 
 ITERATIONS = 4
 HALF = ("--caat-net-sync-fraction", "0.5")
@@ -17,7 +17,6 @@ class Runs:
     """Tiny runs in fp32; all layouts start from one set of weights."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
         self.initial = directory / "initial"
         self.saved = directory / "saved"
         self.train(*TP2, *HALF, *("--save", str(self.initial), "--save-interval", "1"), train_iters="1")
@@ -30,10 +29,8 @@ class Runs:
     def from_initial(self) -> list[str]:
         return ["--load", str(self.initial), "--finetune", "--no-load-optim", "--no-load-rng"]
 
-    def train(self, *flags: str, ranks: int = 2, check: bool = True, **replaced: str) -> ForkedRun:
-        settings = {"train_iters": str(ITERATIONS), **replaced}
-        words = tiny_flags(*flags, **settings)
-        return pretrain(*words, ranks=ranks, directory=self.directory, check=check)
+    def train(self, *flags: str, ranks: int = 2, check: bool = True, **replaced: str) -> Run:
+        return pretrain(*tiny_flags(*flags, **replaced), ranks=ranks, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +39,13 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("caat"))
 
 
-def _check_replicas(run: ForkedRun) -> None:
-    for rank in run.ranks:
-        for other in run.ranks:
-            if other.place[0] == rank.place[0]:
-                for name in rank.replicated:
-                    assert rank.parameters[name] == other.parameters[name], name
-
-
 def test_it_trains_and_evaluates(runs: Runs) -> None:
     """The loss falls, evaluation runs, and ranks keep their replicated parameters alike."""
     losses = runs.plain.losses
     assert losses[ITERATIONS] < losses[1]
     assert runs.plain.ranks[-1].validation[0] < losses[1]
     assert "CAAT-Net sums 16 of 32 channels of each row-parallel output over 2 ranks" in runs.plain.output
-    _check_replicas(runs.plain)
+    check_replicas(runs.plain)
 
 
 PIPELINE = (
@@ -73,7 +62,7 @@ DATA = (
 def test_layouts_train_the_same_function(runs: Runs, layout: str) -> None:
     """Virtual pipeline stages, data parallelism, recomputation, accumulation: the same losses."""
     run = runs.train(*TP2, *HALF, *NO_DROPOUT, *runs.from_initial(), *layout.split(), ranks=4)
-    _check_replicas(run)
+    check_replicas(run)
     for iteration, loss in runs.plain.losses.items():
         assert run.losses[iteration] == pytest.approx(loss, rel=2e-6)
 

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import Run, pretrain, tiny_flags
 from tests.distributed.test_matrix import check_replicas
 
 FLAGS = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
@@ -16,7 +15,7 @@ def test_every_channel_is_compressed(tmp_path: Path) -> None:
     """In training, and in the report's page for all three."""
     report = tmp_path / "report"
     flags = tiny_flags(*FLAGS.split(), "--compression-report", str(report))
-    whole = pretrain(*flags, ranks=8, directory=tmp_path)
+    whole = pretrain(*flags, ranks=8)
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
     check_channels(whole)
     check_replicas(whole, tied=True)
@@ -34,7 +33,7 @@ def test_every_channel_is_compressed(tmp_path: Path) -> None:
     assert all(f"| {channel} |" in page for channel in SIX)
 
 
-def check_channels(run: ForkedRun) -> None:
+def check_channels(run: Run) -> None:
     """Each of the six channels sends payloads, and fewer bytes than without compression."""
     sent, plain = dict.fromkeys(SIX, 0), dict.fromkeys(SIX, 0)
     for rank in run.ranks:

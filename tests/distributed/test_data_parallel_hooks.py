@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.distributed.forked import pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import pretrain, tiny_flags
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_ddp import Setup, same_everywhere, start, train
 
@@ -87,13 +86,11 @@ def nodes_worker(rank: int, node_size: int) -> None:
         assert same_everywhere(hooked.digest())
 
 
-def test_skip_train(tmp_path) -> None:
+def test_skip_train() -> None:
     """An evaluation gives the uncompressed run's losses, and says that nothing is there to compress."""
     words = "--bf16 --use-distributed-optimizer --skip-train --eval-iters 2"
-    runs = [
-        pretrain(*tiny_flags(*words.split(), *more.split()), ranks=2, directory=tmp_path)
-        for more in ("", "--dp-compression tagc sdp4bit")
-    ]
+    codecs = ("", "--dp-compression tagc sdp4bit")
+    runs = [pretrain(*tiny_flags(*words.split(), *more.split())) for more in codecs]
     assert "--dp-compression has nothing to compress" in runs[1].output
     losses = [[line for line in run.output.splitlines() if "validation loss" in line] for run in runs]
     assert losses[0] == losses[1] and losses[0], losses

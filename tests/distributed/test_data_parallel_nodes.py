@@ -4,7 +4,6 @@ import os
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,7 +11,7 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.topology import find_topology, nodes_of
 from megatron.compression.communication.transport import Transports
 from tests.distributed.data_parallel_cut import cut_worker
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.distributed.test_data_parallel_hooks import nodes_worker
 from tests.distributed.test_sdp4bit import bytes_worker, check_bytes
 from tests.distributed.tiny_ddp import start
@@ -70,10 +69,7 @@ def four_ranks_worker(rank: int, world_size: int) -> dict:
     return {**bytes_worker(rank, world_size, 2), "cut": cut_worker(rank)}
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    """By rank."""
-    return spawn(four_ranks_worker, 4)
+results = spawned(four_ranks_worker, 4)
 
 
 def test_two_nodes(results) -> None:

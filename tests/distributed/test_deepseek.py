@@ -1,11 +1,10 @@
 """Whole runs of a tiny model in the shape of DeepSeek-V3: latent attention, experts, a second token."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import Run, pretrain, tiny_flags
+from tests.distributed.test_expert_training import dense
+from tests.distributed.test_matrix import check_replicas
 
 DEEPSEEK = """--tensor-model-parallel-size 2 --sequence-parallel --bf16 --hidden-size 64 --num-layers 2
     --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8
@@ -19,21 +18,20 @@ DEEPSEEK = """--tensor-model-parallel-size 2 --sequence-parallel --bf16 --hidden
     --train-iters 3"""
 
 
-def train(directory: Path, *flags: str) -> ForkedRun:
+def train(*flags: str) -> Run:
     """The audit of the first iteration has nothing to say."""
-    run = pretrain(*tiny_flags(*DEEPSEEK.split(), *" ".join(flags).split()), ranks=2, directory=directory)
+    run = pretrain(*tiny_flags(*DEEPSEEK.split(), *flags))
     assert "that the ledger does not know" not in run.output
     return run
 
 
-def test_all_is_compressed(tmp_path: Path) -> None:
+def test_all_is_compressed() -> None:
     """Near the uncompressed losses, in half of the bytes, and replicas agree."""
-    plain = train(tmp_path)
-    run = train(tmp_path, "--tp-compression int8 --compression-min-mb 0")
+    plain = train()
+    run = train("--tp-compression", "int8", "--compression-min-mb", "0")
     assert run.losses == pytest.approx(plain.losses, rel=0.003) and run.losses != plain.losses
     assert run.losses[3] < run.losses[1] - 0.2
-    for name in run.ranks[0].replicated:
-        assert run.ranks[0].parameters[name] == run.ranks[1].parameters[name] or ".experts." in name, name
+    check_replicas(dense(run))
     for traffic in ("tp.forward", "tp.backward"):
         rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic]
         assert {row["kind"] for row in rows} == {"compressed"}

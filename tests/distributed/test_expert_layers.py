@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.distributed.test_latent_attention import LATENT
 from tests.distributed.tiny_gpt import batch, build_gpt, device_of, transformer_config
 from tests.distributed.transport_audit import TransportAudit, total_of
@@ -135,10 +135,8 @@ def check_counts(counted: dict) -> None:
             assert 66 / 256 <= sent / plain <= 80 / 256
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    """What each of four ranks found."""
-    return spawn(layers_worker, 4)
+ranks = spawned(layers_worker, 4)
+"""What each of four ranks found."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
 from tests.distributed.transport_audit import TransportAudit, total_of
 
@@ -174,10 +174,7 @@ def _worker(rank: int, world_size: int) -> dict:
     return results
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    """By rank."""
-    return spawn(_worker, 2)
+results = spawned(_worker, 2)
 
 
 def _compare(found: dict, wanted: dict, tolerance: float) -> None:

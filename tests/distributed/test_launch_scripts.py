@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.forked import ForkedRun, pretrain
+from tests.distributed.launch import Run, pretrain
 from tests.distributed.test_examples import environment, fake
 
 REPO = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def train(files: Path, saved: Path, *more: str, **how: str) -> ForkedRun:
+def train(files: Path, saved: Path, *more: str, **how: str) -> Run:
     """What the script hands to pretrain_gpt.py, at our sizes, on four ranks; ``how``: by what entrypoint."""
     fake(files, "torchrun", 'printf "%s\\n" "$@"')
     tokenizer = (files / "vocab.json", files / "merges.txt")
@@ -59,7 +59,7 @@ def train(files: Path, saved: Path, *more: str, **how: str) -> ForkedRun:
     for flag, value in SIZES.items():
         for place in [place for place, word in enumerate(words) if word == flag]:
             words[place + 1] = value
-    return pretrain(*words, ranks=4, directory=files, **how)
+    return pretrain(*words, ranks=4, **how)
 
 
 def test_gpt3(files: Path, tmp_path: Path) -> None:

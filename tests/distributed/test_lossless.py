@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Transports, all_gather, all_reduce, reduce_scatter
 from megatron.compression.communication.transport import TorchTransport
-from tests.distributed.launch import pretrain
+from tests.distributed.launch import Run, pretrain, tiny_flags
 from tests.distributed.spawn import spawn
 from tests.distributed.test_training import GPT
 from tests.distributed.tiny_gpt import device_of
@@ -79,7 +79,7 @@ def test_collectives(world_size: int) -> None:
             assert by_rank[0][f"{dtype} {wild} {SIZES[-1]}"] <= 1.005 * plain
 
 
-def observed(run) -> dict[str, dict[str, int]]:
+def observed(run: Run) -> dict[str, dict[str, int]]:
     """What a run of observed_lossless.py prints, of all ranks together."""
     found: dict[str, dict[str, int]] = {"passes": {}, "asked": {}}
     for line in re.findall(r"observed (\{.*\})", run.output):
@@ -110,27 +110,22 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
     overflow in the second iteration. That is repeated uncompressed, and it alone; nobody asks in training."""
     flags, (compression, *more), poison = RUNS[name]
 
-    def run(*compressed: str):
-        return pretrain(
-            *(*GPT, "--bf16", *EVALUATED, *flags.split(), *compressed),
-            exact=True,
-            script="tests/distributed/observed_lossless.py",
-            env={"POISON": poison},
-        )
+    def run(*compressed: str) -> Run:
+        words = tiny_flags(*GPT, "--bf16", *EVALUATED, *flags.split(), *compressed)
+        return pretrain(*words, script="tests/distributed/observed_lossless.py", env={"POISON": poison})
 
     plain = run()
-    losses, evaluated = plain.exact_losses(), plain.output.count("validation loss")
+    losses, evaluated = plain.losses, plain.output.count("validation loss")
     assert len(set(losses.values())) == len(losses) == 4 and evaluated
     once, compressed = observed(plain)["passes"], run(compression, "lossless", *more)
-    assert compressed.exact_losses() == losses
+    assert compressed.losses == losses
     for line in re.findall("validation loss.*", plain.output):
         assert line in compressed.output
     seen = observed(compressed)
     assert seen["passes"] == once | {"2": 2 * once["2"]}
     assert not [key for key in seen["asked"] if key.startswith("training")]
     assert bool(seen["asked"]) == (name == "sequence")
-    report = json.loads((compressed.report / "report.json").read_text())
-    rows = [row for rank in report["ledger_by_rank"] for row in rank]
+    rows = [row for rank in compressed.ranks for row in rank.ledger]
     kinds = {row["kind"] for row in rows if row["phase"] == "train"}
     assert {"compressed", "overflow"} <= kinds
     assert compressed.output.count("is repeated uncompressed") == 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 
 WORLD = 4
 MICRO_BATCH = 2
@@ -81,12 +81,6 @@ CASES = (
     Case("virtual on 4, batched", 4, layers=8, virtual=2),
     Case("virtual on 4, unbatched", 4, layers=8, virtual=2, changes=dict(batch_p2p_comm=False)),
 )
-
-
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    """By rank: {case: {codec: (gradient hashes, loss, evaluation loss, ledger rows)}}."""
-    return spawn(run_cases, WORLD)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -313,3 +307,7 @@ def _forward_step(losses: list, loss_scale: float):
         return model(**arguments), loss_func
 
     return forward_step
+
+
+results = spawned(run_cases, WORLD)
+"""By rank: {case: {codec: (gradient hashes, loss, evaluation loss, ledger rows)}}."""

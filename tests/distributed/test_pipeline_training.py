@@ -1,11 +1,8 @@
 """Whole runs with compressed pipeline stages: bytes by hand, evaluation, warm-up."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import Run, pretrain, tiny_flags
 
 ITERATIONS = 4
 MESSAGES = 2  # micro-batches of an iteration
@@ -25,7 +22,7 @@ def flags(*more: str) -> list[str]:
 COMPRESSED = flags("--pp-compression", "tah-quant", "--eval-iters", "1")
 
 
-def sent(run: ForkedRun, channel: str, phase: str = "train") -> dict[str, tuple[int, int, int]]:
+def sent(run: Run, channel: str, phase: str = "train") -> dict[str, tuple[int, int, int]]:
     """{kind: (messages, sent bytes, uncompressed bytes)} over all ranks."""
     totals: dict[str, tuple[int, int, int]] = {}
     for rank in run.ranks:
@@ -38,12 +35,12 @@ def sent(run: ForkedRun, channel: str, phase: str = "train") -> dict[str, tuple[
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> ForkedRun:
+def whole() -> Run:
     """A run of four iterations."""
-    return pretrain(*COMPRESSED, ranks=2, directory=tmp_path_factory.mktemp("pipeline"))
+    return pretrain(*COMPRESSED)
 
 
-def test_bytes_by_hand(whole: ForkedRun) -> None:
+def test_bytes_by_hand(whole: Run) -> None:
     """Two messages an iteration each way; evaluations send forward alone."""
     count = ITERATIONS * MESSAGES
     assert sent(whole, "pp.forward") == {"compressed": (count, count * FORWARD, count * PLAIN)}
@@ -57,12 +54,10 @@ def test_bytes_by_hand(whole: ForkedRun) -> None:
     assert whole.ranks[-1].validation[-1] == pytest.approx(whole.losses[ITERATIONS], rel=0.05)
 
 
-def test_repeated_iterations_train_alike(whole: ForkedRun, tmp_path: Path) -> None:
+def test_repeated_iterations_train_alike(whole: Run) -> None:
     """Megatron runs an iteration of a suspicious loss twice: every message is sent and counted again."""
     suspicious = """--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --error-injection-rate 1
         --error-injection-type transient_error"""
-    repeated = pretrain(*COMPRESSED, *suspicious.split(), ranks=2, directory=tmp_path)
-    assert repeated.losses == whole.losses
-    for once, twice in zip(whole.ranks, repeated.ranks, strict=True):
-        assert once.parameters == twice.parameters
+    repeated = pretrain(*COMPRESSED, *suspicious.split())
+    assert repeated.losses == whole.losses and repeated.parameters == whole.parameters
     assert sent(repeated, "pp.backward")["compressed"][0] == (2 * ITERATIONS - 1) * MESSAGES, "not the first"

@@ -19,10 +19,12 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 FLAGS = ["--seq-length", "40"]
 
 
-def make_hugging_face_model(family: str, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+def make_hugging_face_model(
+    family: str, folder: Path, dtype: torch.dtype, vocabulary: int = 101
+) -> torch.nn.Module:
     """Save a random model; sizes divide nothing by accident, the vocabulary needs padding at 2 ranks."""
     sizes = dict(
-        vocab_size=101,
+        vocab_size=vocabulary,
         hidden_size=48,
         intermediate_size=80,
         num_hidden_layers=4,

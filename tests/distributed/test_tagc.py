@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from megatron.compression.communication.audit import BackendAudit
 from taco_kernels.count_sketch import SketchConfig, SketchLayout
-from tests.distributed.forked import pretrain
-from tests.distributed.launch import go_back_to, tiny_flags
+from tests.distributed.launch import go_back_to, pretrain, tiny_flags
 from tests.distributed.spawn import spawn
 
 LAYERS = frozenset({"mlp", "embedding"})
@@ -262,24 +261,24 @@ def test_training_learns_and_weights_agree() -> None:
             assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
-def _run(tmp_path, ranks: int, *flags: str, micro_batch: str = "2"):
+def _run(ranks: int, *flags: str, micro_batch: str = "2"):
     flags = ("--bf16", "--use-distributed-optimizer", "--dp-compression", "tagc:layers=all", *flags)
     changes = {"train_iters": "6", "micro_batch_size": micro_batch, "hidden_size": "128"}
-    return pretrain(*tiny_flags(*flags, **changes), ranks=ranks, directory=tmp_path)
+    return pretrain(*tiny_flags(*flags, **changes), ranks=ranks)
 
 
 def test_resume(tmp_path) -> None:
     """Six iterations at once, and four and two; then two on four ranks instead of two."""
     saved, overlaps = tmp_path / "checkpoints", ("--overlap-grad-reduce", "--overlap-param-gather")
-    whole = _run(tmp_path, 2, *overlaps, "--save", str(saved), "--save-interval", "4")
+    whole = _run(2, *overlaps, "--save", str(saved), "--save-interval", "4")
     assert "each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
     assert "gradients go uncompressed before iteration 1" in whole.output, "a fifth of the run"
     go_back_to(4, saved)
-    resumed = _run(tmp_path, 2, *overlaps, "--load", str(saved))
+    resumed = _run(2, *overlaps, "--load", str(saved))
     assert "every rank restored its memory" in resumed.output
-    assert [rank.parameters for rank in resumed.ranks] == [rank.parameters for rank in whole.ranks]
-    assert resumed.ranks[0].parameters == resumed.ranks[1].parameters, "replicas"
-    wider = _run(tmp_path, 4, *overlaps, "--load", str(saved), micro_batch="1")
+    assert resumed.parameters == whole.parameters
+    assert resumed.parameters[0] == resumed.parameters[1], "replicas"
+    wider = _run(4, *overlaps, "--load", str(saved), micro_batch="1")
     assert "made with other ranks, nodes, buckets or parameters: the memory of tagc" in wider.output
-    assert len({str(rank.parameters) for rank in wider.ranks}) == 1, "replicas"
+    assert all(one == wider.parameters[0] for one in wider.parameters), "replicas"
     assert abs(wider.losses[6] - whole.losses[6]) < 0.1

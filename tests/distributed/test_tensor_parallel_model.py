@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawn, spawned
 from tests.distributed.tiny_gpt import (
     HIDDEN,
     LAYERS,
@@ -152,10 +152,7 @@ MESSAGES = {
 FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (W-1)/W
 
 
-@pytest.fixture(scope="module")
-def audited() -> list[dict]:
-    """By rank."""
-    return spawn(audit_worker, 2)
+audited = spawned(audit_worker, 2)
 
 
 @pytest.mark.parametrize("channel", ["tp.forward", "tp.backward"])

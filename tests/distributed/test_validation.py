@@ -1,7 +1,6 @@
 """--validate-uncompressed: evaluations without the codecs' noise, and training is what it was."""
 
-from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import tiny_flags
+from tests.distributed.launch import Run, pretrain, tiny_flags
 
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 CODECS = """--taco format=int4 --compression-min-mb 0 --pp-compression tah-quant
@@ -15,7 +14,7 @@ def flags(*more: str) -> list[str]:
     return tiny_flags(*words, hidden_size="64", eval_interval="2", eval_iters="1")
 
 
-def rows(run: ForkedRun, phase: str) -> list[list[dict]]:
+def rows(run: Run, phase: str) -> list[list[dict]]:
     """The ledger of each rank in a phase, without what never is compressed."""
     return [
         [row for row in rank.ledger if row["phase"] == phase and not row["traffic"].endswith("other")]
@@ -27,18 +26,16 @@ def test_evaluations_are_uncompressed_and_training_is_what_it_was(tmp_path) -> N
     """Compressed with the flag and without; and an uncompressed evaluation of the former's checkpoint."""
     saved = str(tmp_path / "saved")
     words = [*flags(*CODECS.split()), "--save", saved, "--save-interval", "4", "--validate-uncompressed"]
-    exact = pretrain(*words, ranks=4, directory=tmp_path)
-    evaluated = pretrain(*flags("--load", saved), ranks=4, directory=tmp_path)
-    coded = pretrain(*flags(*CODECS.split()), ranks=4, directory=tmp_path)
+    exact = pretrain(*words, ranks=4)
+    evaluated = pretrain(*flags("--load", saved), ranks=4)
+    coded = pretrain(*flags(*CODECS.split()), ranks=4)
     # Losses of validation and test data: to the last bit those of an uncompressed evaluation.
     found, noisy, plain = (run.ranks[-1].validation for run in (exact, coded, evaluated))
     assert len(found) == len(noisy) == 4 and len(plain) == 2 and found[2:] == plain
     assert all(with_flag != without for with_flag, without in zip(found, noisy, strict=True))
     assert "evaluation sends activations uncompressed (--validate-uncompressed)" in exact.output
     # Training: losses, parameters and bytes are those without the flag.
-    assert exact.losses == coded.losses and len(exact.losses) == 4
-    for with_flag, without in zip(exact.ranks, coded.ranks, strict=True):
-        assert with_flag.parameters == without.parameters
+    assert exact.losses == coded.losses and len(exact.losses) == 4 and exact.parameters == coded.parameters
     assert rows(exact, "train") == rows(coded, "train")
     assert {row["kind"] for rank in rows(exact, "train") for row in rank} == {"compressed", "off"}
     # The ledger: evaluations have a kind of their own; four here, two in the uncompressed run.

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.forked import ForkedRun, pretrain
-from tests.distributed.launch import REPO, environment, start, tiny_flags
+from tests.distributed.launch import REPO, Run, environment, pretrain, start, tiny_flags
 from tests.distributed.launch import torchrun as start_torchrun
 from tests.distributed.spawn import spawn
 from tests.distributed.test_matrix import check_replicas
@@ -32,27 +31,26 @@ COMPRESSED = {
 class Runs:
     """Our entrypoint's runs, made once."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.ours: dict[str, ForkedRun] = {}
+    def __init__(self) -> None:
+        self.ours: dict[str, Run] = {}
 
-    def train(self, flags: str, script: str = "pretrain_gpt.py", **options) -> ForkedRun:
+    def train(self, flags: str, script: str = "pretrain_gpt.py", **options) -> Run:
         words = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
         ranks = 2 if flags.startswith(TP) and flags.count("parallel-size") == 1 and DP not in flags else 4
-        return pretrain(*words, ranks=ranks, directory=self.directory, script=script, **options)
+        return pretrain(*words, ranks=ranks, script=script, **options)
 
-    def by_ours(self, flags: str) -> ForkedRun:
+    def by_ours(self, flags: str) -> Run:
         if flags not in self.ours:
             self.ours[flags] = self.train(flags)
         return self.ours[flags]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("ways"))
+def runs() -> Runs:
+    return Runs()
 
 
-def check_compressed(run: ForkedRun, *traffic: str) -> None:
+def check_compressed(run: Run, *traffic: str) -> None:
     """These traffic classes sent payloads and nothing else."""
     for name in traffic:
         rows = [row for rank in run.ranks for row in rank.ledger if row["traffic"] == name]
@@ -65,9 +63,8 @@ def test_an_unedited_entrypoint(runs: Runs, layout: str) -> None:
     ours = runs.by_ours(LAYOUTS[layout])
     theirs = runs.train(LAYOUTS[layout], f"{WAYS}/unedited.py", through="megatron/compression/__main__.py")
     assert theirs.losses == ours.losses and len(ours.losses) == 3
-    for mine, other in zip(ours.ranks, theirs.ranks, strict=True):
-        assert other.parameters == mine.parameters
-        assert other.ledger == mine.ledger
+    assert theirs.parameters == ours.parameters
+    assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
     check_replicas(theirs, tied=True)
     check_compressed(theirs, *COMPRESSED[layout])
 
@@ -79,8 +76,7 @@ def test_an_unedited_entrypoint_with_a_model_provider(runs: Runs) -> None:
     script = f"{WAYS}/unedited_provider.py"
     theirs = runs.train(layout, script, through="megatron/compression/__main__.py")
     assert theirs.losses == pytest.approx(ours.losses, rel=2e-3) and len(theirs.losses) == 3
-    for mine, other in zip(ours.ranks, theirs.ranks, strict=True):
-        assert other.ledger == mine.ledger
+    assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
     check_replicas(theirs, tied=True)
 
 
@@ -103,7 +99,7 @@ def test_the_command_of_the_first_way() -> None:
     words = tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
     run = start_torchrun("-m", "megatron.compression", f"{WAYS}/unedited.py", *words, processes=2).finish(240)
     assert run.returncode == 0, run.output[-4000:]
-    assert list(run.losses()) == [1] and "tensor parallelism uses taco:format=int8" in run.output
+    assert list(run.log("lm loss")) == [1] and "tensor parallelism uses taco:format=int8" in run.output
     usage = subprocess.run(
         [sys.executable, "-m", "megatron.compression"],
         env=environment(),

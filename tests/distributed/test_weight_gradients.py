@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.distributed.test_pipeline_schedules import ASYNC, Case, _batches, _build, _forward_step
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with
 
@@ -47,12 +47,6 @@ SETUPS = {
         {"codec": "int6", "sync_fraction": 0.5}, fused=frozenset(LINEAR - {"linear_proj", "linear_fc2"})
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    """By rank: {case: {fusion: (fused layers, {parameter: main_grad}, losses)}}."""
-    return spawn(worker, 4)
 
 
 @pytest.mark.parametrize("name", [*SETUPS, "virtual stages"])
@@ -170,3 +164,7 @@ def _fused(model: torch.nn.Module) -> set[str]:
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return {name: parameter.main_grad.float().cpu().clone() for name, parameter in trained}
+
+
+results = spawned(worker, 4)
+"""By rank: {case: {fusion: (fused layers, {parameter: main_grad}, losses)}}."""

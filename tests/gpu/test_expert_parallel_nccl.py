@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.distributed.test_expert_layers import CODECS, GATHERED, PADDED, SHARED, check_counts, layers_worker
 from tests.distributed.transport_audit import total_of
 from tests.gpu.devices import needs, needs_transformer_engine
@@ -27,10 +27,8 @@ OVERLAP = "--overlap-moe-expert-parallel-comm --global-batch-size 12"
 pytestmark = [pytest.mark.multigpu, needs(2)]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    """What each of two ranks found, as on CPUs."""
-    return spawn(layers_worker, 2, LAYOUTS, backend="nccl", timeout=400)
+ranks = spawned(layers_worker, 2, LAYOUTS, backend="nccl", timeout=400)
+"""What each of two ranks found, as on CPUs."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.distributed.test_weight_gradients import FULL, _gradients, _wrapped
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
 from tests.gpu.devices import needs
@@ -76,10 +76,7 @@ def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step]]]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    """By rank."""
-    return spawn(worker, 2, backend="nccl")
+results = spawned(worker, 2, backend="nccl")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,16 +6,14 @@ Every schedule of the CPU tests, and whole runs with all kinds of parallelism co
 import pytest
 
 from tests.distributed import test_pipeline_schedules as schedules
-from tests.distributed.spawn import spawn
+from tests.distributed.spawn import spawned
 from tests.gpu.devices import needs
 
 pytestmark = [pytest.mark.multigpu, needs(schedules.WORLD)]
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    """By rank, as on CPUs."""
-    return spawn(schedules.run_cases, schedules.WORLD, backend="nccl", timeout=420)
+results = spawned(schedules.run_cases, schedules.WORLD, backend="nccl", timeout=420)
+"""By rank, as on CPUs."""
 
 
 @pytest.mark.parametrize("case", schedules.CASES, ids=lambda case: case.name)

@@ -1,11 +1,12 @@
 """Triton's CPU interpreter, faster: for the programs that run kernels under TRITON_INTERPRET=1.
 
-The variable must be set before triton is imported, so a test runs its own file as a program.
+The variable must be set before triton is imported, so a test runs a function of its file in a program.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,30 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def output_interpreted(file: str, *arguments: str) -> str:
-    """What ``python file arguments`` prints with the interpreter on; its failure is the test's."""
+def interpreted(main: Callable, *arguments: object) -> str:
+    """What ``main(*arguments)`` returns in a program with the interpreter on; its failure is the test's.
+
+    There outputs begin as 255 or NaN: kernels must write all of them.
+    """
     pytest.importorskip("triton")
+    module = main.__module__
+    program = f"""import torch
+from tests.kernels.interpreter import speed_up
+speed_up()
+torch.use_deterministic_algorithms(True, warn_only=True)
+import {module}
+print({module}.{main.__name__}(*{arguments!r}))"""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", file, *arguments]
+    command = [sys.executable, "-W", "ignore", "-c", program]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.strip()
+
+
+def small_tiles(tunings: dict, tile: int = 1024) -> None:
+    """Let kernels take several tiles even of tiny tensors."""
+    for name, tuning in tunings.items():
+        tunings[name] = tuning._replace(tile=tile)
 
 
 def speed_up() -> None:

@@ -1,7 +1,4 @@
-"""Normalised channels: the reference against plain arithmetic, and the kernels in Triton's interpreter.
-
-The interpreter must be switched on before triton is imported: a test runs this file as a program.
-"""
+"""Normalised channels: the reference against plain arithmetic, and the kernels in Triton's interpreter."""
 
 import math
 
@@ -11,7 +8,7 @@ import torch
 from taco_kernels import channel_norm
 from taco_kernels.channel_norm import ChannelNormLayout, reference
 from taco_kernels.taco import CodecConfig
-from tests.kernels.interpreter import output_interpreted
+from tests.kernels.interpreter import interpreted, small_tiles
 from tests.kernels.wires.outliers import check_values_apart
 from tests.kernels.wires.taco import difference
 
@@ -91,7 +88,7 @@ def test_bad_arguments_are_named() -> None:
 
 @pytest.mark.slow
 def test_kernels_reproduce_the_reference() -> None:
-    assert output_interpreted(__file__) == f"{len(CASES)} cases"
+    assert interpreted(main) == str(len(CASES))
 
 
 def right_statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torch.Tensor:
@@ -101,15 +98,12 @@ def right_statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torc
     return reference.inverse(rows[-1])
 
 
-def main() -> None:
+def main() -> int:
     """The kernels on tiny messages: statistics to one bf16, codes and decoding as in the reference."""
     from taco_kernels.channel_norm import launch
-    from tests.kernels.interpreter import speed_up
 
-    speed_up()
     launch.TILE_TOKENS, launch.TILES = 16, 2  # several tiles even here
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(tile=1024)
+    small_tiles(launch.TUNING)
     for case in CASES:
         layout, x = layout_of(case), message(case[0], case[1], case[-1])
         exact, wire = reference.encode(x, layout), launch.encode(x, layout)
@@ -140,11 +134,6 @@ def main() -> None:
     layout = layout_of((40, 96, "int4", 32, "signed", None))
     y = launch.decode(launch.encode(x, layout), layout, torch.float32)
     assert y[:, 32:64].isnan().all() and y[:, :32].isfinite().all() and y[:, 64:].isfinite().all()
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(tile=2048)  # a whole block of lists
+    small_tiles(launch.TUNING, 2048)  # a whole block of lists
     check_values_apart(launch.encode, launch.decode, torch.bfloat16)
-    print(f"{len(CASES)} cases")
-
-
-if __name__ == "__main__":
-    main()
+    return len(CASES)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.kernels.interpreter import output_interpreted
+from tests.kernels.interpreter import interpreted
 
 pytestmark = pytest.mark.slow
 
 
 def test_kernels_keep_every_bit() -> None:
-    assert output_interpreted(__file__) == "18 cases"
+    assert interpreted(main) == "18"
 
 
 KINDS = {
@@ -17,15 +17,13 @@ KINDS = {
 }
 
 
-def main() -> None:
+def main() -> int:
     """Encode and decode by kernels and reference, crosswise; exits with a traceback on a difference."""
     import torch
 
     from taco_kernels.lossless import FLAG_AT, launch, layout_of, reference
-    from tests.kernels.interpreter import speed_up
     from tests.kernels.wires.lossless import bits, cases
 
-    speed_up()
     count = 0
     for dtype in (torch.bfloat16, torch.float32):
         for numel in (136, 2051):
@@ -51,8 +49,4 @@ def main() -> None:
                 expected = reference.decode_sum(senders, layout, torch.float32, 0.5)
                 assert torch.equal(total.nan_to_num(9.0), expected.nan_to_num(9.0)), (name, numel, dtype)
                 count += 1
-    print(count, "cases")
-
-
-if __name__ == "__main__":
-    main()
+    return count

@@ -1,32 +1,25 @@
-"""Outliers, under Triton's CPU interpreter, against outliers.py: lists alike, codes nearly.
-
-TRITON_INTERPRET must be set before triton is imported: the test runs this file as a program of its own.
-"""
+"""Outliers, under Triton's CPU interpreter, against outliers.py: lists alike, codes nearly."""
 
 import pytest
 
-from tests.kernels.interpreter import output_interpreted
+from tests.kernels.interpreter import interpreted, small_tiles
 
 pytestmark = pytest.mark.slow
 
 
 def test_kernels_reproduce_the_reference() -> None:
-    assert output_interpreted(__file__) == "9 cases"
+    assert interpreted(main) == "9"
 
 
-def main() -> None:
+def main() -> int:
     """A spread of configurations, numbers of outliers and ends of tensors."""
     import torch
 
     from taco_kernels.taco import CodecConfig, launch
     from taco_kernels.taco.spec import TUNING
-    from tests.kernels.interpreter import speed_up
     from tests.kernels.wires.outliers import check_operations
 
-    speed_up()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # outputs begin as 255: padding must be written
-    for name, tuning in TUNING.items():
-        TUNING[name] = tuning._replace(tile=2048)  # several tiles even here
+    small_tiles(TUNING, 2048)
     cases = 0
     for config, dtype, counts in (
         (CodecConfig("int6", 128, "signed", outliers=True), torch.bfloat16, (0, 1, 4)),
@@ -40,7 +33,7 @@ def main() -> None:
             cases += 1
     check_channel_norm(torch.bfloat16)
     check_channel_norm(torch.float32)
-    print(f"{cases} cases")
+    return cases
 
 
 def check_channel_norm(dtype) -> None:
@@ -70,7 +63,3 @@ def check_channel_norm(dtype) -> None:
     assert_wires_alike(wire[None, :at], exact[None, :at], config, layout.numel)
     y, expected = launch.decode(exact, layout, dtype), reference.decode(exact, layout, dtype)
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=1e-5)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.kernels.interpreter import output_interpreted
+from tests.kernels.interpreter import interpreted, small_tiles
 
 pytestmark = pytest.mark.slow
 
 
 def test_kernels_reproduce_the_reference() -> None:
-    assert output_interpreted(__file__) == "10 cases"
+    assert interpreted(main) == "10"
 
 
 def same_but_for_ties(difference) -> bool:
@@ -16,18 +16,14 @@ def same_but_for_ties(difference) -> bool:
     return difference.codes < 0.002 and difference.grid_steps <= 1 and difference[2:] == (0.0, True)
 
 
-def main() -> None:
+def main() -> int:
     """Every kernel in a spread of formats; exits with a traceback on a difference."""
     import torch
 
     from taco_kernels.sdp4bit import GroupFormat, launch, reference
-    from tests.kernels.interpreter import speed_up
     from tests.kernels.wires.sdp4bit import apart
 
-    speed_up()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # outputs begin as 255: padding must be written
-    for name, tuning in launch.TUNING.items():
-        launch.TUNING[name] = tuning._replace(tile=1024)  # several tiles even here
+    small_tiles(launch.TUNING)
     cases = 0
     for format, target, numel, dtype in (
         (GroupFormat(8, 128, True), GroupFormat(4, 128, True), 1300, torch.bfloat16),
@@ -81,8 +77,4 @@ def main() -> None:
             expected = reference.add_dequantized(both, plain, weights.clone())
             torch.testing.assert_close(updated, expected, rtol=ulp, atol=0, equal_nan=True)
             cases += 1
-    print(cases, "cases")
-
-
-if __name__ == "__main__":
-    main()
+    return cases

@@ -3,8 +3,6 @@
 Flags are inline PTX, which the interpreter does not know: here they are Python on the same addresses. The
 rest, slots, steps, acknowledgements and arithmetic, is what runs on a GPU. A program waits for the program of
 the same number on the other ranks only, so the interpreter may run them one after the other.
-
-TRITON_INTERPRET must be set before triton is imported: the test runs this file as a program of its own.
 """
 
 import ctypes
@@ -19,15 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.interpreter import output_interpreted
+from tests.kernels.interpreter import interpreted, small_tiles
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("which", ["2", pytest.param("3", marks=pytest.mark.thorough), "2 outliers"])
-def test_collectives_have_the_bits_of_the_codec_kernels(which: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "outliers"), [(2, False), pytest.param(3, False, marks=pytest.mark.thorough), (2, True)]
+)
+def test_collectives_have_the_bits_of_the_codec_kernels(ranks: int, outliers: bool) -> None:
     """Over so many steps that every slot is used again, twice, with two ranks; odd sizes with three."""
-    assert output_interpreted(__file__, *which.split()).count("ok") == int(which[0])  # lines may mix
+    assert interpreted(main, ranks, outliers).count("ok") == ranks  # lines may mix
 
 
 def use_python_flags() -> None:
@@ -61,8 +61,7 @@ def cases(world_size: int, outliers: bool) -> list[tuple]:
     from taco_kernels.taco.spec import TUNING
     from tests.gpu import simulated_ranks as expected
 
-    for name, tuning in TUNING.items():  # several tiles and steps even here; half a tile holds a block
-        TUNING[name] = tuning._replace(tile=4096 if outliers else 1024)
+    small_tiles(TUNING, 4096 if outliers else 1024)  # and several steps; half a tile holds a block
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         setattr(expected, name, getattr(launch, name))
     settings = {
@@ -134,10 +133,8 @@ def collective_results(channel, rank: int, case: tuple) -> Iterator[tuple]:
 def main(world_size: int, outliers: bool) -> None:
     """Start the ranks; exit with 1 if one fails."""
     from taco_kernels.symmetric_memory.channel import channel_bytes
-    from tests.kernels.interpreter import speed_up
 
     use_python_flags()
-    speed_up()
     made = cases(world_size, outliers)
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(world_size):
@@ -152,7 +149,3 @@ def main(world_size: int, outliers: bool) -> None:
         for process in processes:
             process.join()
         sys.exit(any(process.exitcode for process in processes))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), "outliers" in sys.argv)

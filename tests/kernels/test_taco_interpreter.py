@@ -1,13 +1,10 @@
-"""The Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes.
-
-TRITON_INTERPRET must be set before triton is imported: the tests run this file as a program of its own.
-"""
+"""The Triton kernels under Triton's CPU interpreter, against the reference, at tiny sizes."""
 
 from dataclasses import replace
 
 import pytest
 
-from tests.kernels.interpreter import output_interpreted
+from tests.kernels.interpreter import interpreted, small_tiles
 
 pytestmark = pytest.mark.slow
 
@@ -17,15 +14,12 @@ SMALL = ("fp8-e5m2", "int5")  # with transforms of 64 points and butterflies, as
 
 
 def test_kernels_reproduce_the_reference() -> None:
-    assert output_interpreted(__file__) == "50 cases"
+    assert interpreted(main) == "50"
 
 
-def main() -> None:
+def main() -> int:
     """All formats; exits with a traceback on a difference."""
-    from tests.kernels.interpreter import speed_up
-
-    speed_up()
-    print(sum(check_format(format) for format in FORMATS), "cases")
+    return sum(check_format(format) for format in FORMATS)
 
 
 def check_format(format: str) -> int:
@@ -36,13 +30,18 @@ def check_format(format: str) -> int:
     from taco_kernels.taco import CodecConfig, launch, reference, spec
     from tests.kernels.wires.taco import difference
 
-    for name, usual in spec.TUNING.items():
-        spec.TUNING[name] = usual._replace(tile=1024)  # several tiles even here
-    torch.use_deterministic_algorithms(True, warn_only=True)  # outputs begin as 255: padding must be written
+    small_tiles(spec.TUNING)
     spec.LEAST_TILE, spec.MOST_RANKS = 256, 1  # and tiles of a chunk, where groups are short
     small = Device(multiprocessors=4, capability=(8, 6), interpret=True)
     assert (small.point, device_number(-1).point) == (64, 128)
     launch.device_number = lambda index: small if format in SMALL else device_number(index)
+
+    def alike(expected, found, config, codes=0.004) -> None:
+        """A sum in another order moves a value that lies within 1e-6 of the middle between two codes."""
+        apart = difference(expected, found, config)
+        assert apart.grid_steps <= 1 and apart.codes < codes and apart.padding, (config, apart)
+        assert apart.scales <= (2**-7 if config.scales != "dual" else 1e-6), (config, apart)
+
     cases = together = 0
     for number, (group_size, scales, hadamard, dtype) in enumerate(
         (
@@ -67,11 +66,7 @@ def check_format(format: str) -> int:
             x = (base[:, :, 16 : 16 + group_size] if strided else base[:, :, 1:]).to(dtype)
             numel, shape = x.numel(), x.shape
             exact = reference.encode(x, config, 2)
-            wires = launch.encode(x, config, 2)
-            apart = difference(exact, wires, config)
-            # a sum in another order moves a value that lies within 1e-6 of the middle between two codes
-            assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
-            assert apart.scales <= (2**-7 if scales != "dual" else 1e-6), (config, apart)
+            alike(exact, launch.encode(x, config, 2), config)
 
             # chunks of which a tile holds several, the last tile not all of them
             width = (1 + number % 3) * max(group_size, 256 if number % 2 else 128)
@@ -82,8 +77,7 @@ def check_format(format: str) -> int:
             wires = rows.shape, torch.uint8, rows.shape[1]
             decoding = launch._plan("decode", *like, *wires, -1).launch.constants["C"]
             together += encoding.ROW.value > 0 and decoding.ROW.value > 0
-            apart = difference(rows, launch.encode(short, config, 9), config)
-            assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (config, apart)
+            alike(rows, launch.encode(short, config, 9), config)
             again = launch.decode(rows, config, short.shape, dtype)
             expected = reference.decode(rows, config, short.shape, dtype)
             # sums of codes are exact in any order, but for e5m2's, which span 32 binades; and the interpreter
@@ -108,22 +102,15 @@ def check_format(format: str) -> int:
 
             expected = reference.decode_sum_encode(stack, config, numel)
             again = launch.decode_sum_encode(stack, config, numel)
-            apart = difference(expected[None], again[None], config)
             # sums of codes times bf16 steps can lie in the middle between two codes, where the interpreter,
             # without a fused multiply-add, rounds twice
             middles = 0.01 if scales != "dual" and not hadamard else 0.004
-            assert apart.grid_steps <= 1 and apart.codes < middles and apart.padding, (config, apart)
-            assert apart.scales <= (2**-7 if scales != "dual" else 1e-6), (config, apart)
+            alike(expected[None], again[None], config, middles)
 
             other = replace(config, format="int8" if format == "int4" else "int4")
             expected = reference.decode_sum_encode(stack, config, numel, config_out=other)
             again = launch.decode_sum_encode(stack, config, numel, config_out=other)
-            apart = difference(expected[None], again[None], other)
-            assert apart.grid_steps <= 1 and apart.codes < 0.01 and apart.padding, (config, other, apart)
+            alike(expected[None], again[None], other, 0.01)
             cases += 1
     assert 2 * together >= cases, "chunks of which a tile holds several"
     return cases
-
-
-if __name__ == "__main__":
-    main()

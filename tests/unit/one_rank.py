@@ -3,14 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
-from megatron import host
-
-host.install()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-
-from tests.distributed.tiny_gpt import transformer_config  # noqa: E402
+from tests.distributed.tiny_gpt import transformer_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

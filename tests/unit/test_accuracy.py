@@ -7,19 +7,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from pytest import approx
 from torch import Tensor
 
 from megatron.compression.codecs import parse_codec
 from megatron.compression.context_parallel.gather import chunks_of
-from megatron.compression.huggingface.models import DenseModel
+from megatron.compression.huggingface.models import find_model
+from megatron.compression.huggingface.weights import merge
 from scripts.accuracy import layers, results
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.layers import attend
 from scripts.accuracy.model import GPT, ModelConfig, token_losses
 from scripts.accuracy.settings import setting_of
 from scripts.accuracy.training import Corpus, Schedule, Trainer
+from tests.distributed.test_qwen_parity import make_hugging_face_model
 
 pytestmark = pytest.mark.slow
 
@@ -201,51 +202,36 @@ def test_the_table_compares_runs_of_a_seed(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_qwen_is_hugging_faces(family):
+def test_a_qwen_is_hugging_faces(family, tmp_path):
     """Losses and gradients of the same weights, with and without sequence parallelism."""
-    qwen = DenseModel(
-        **dict(family=family, layers=2, hidden=64, ffn=96, heads=4, groups=2, head_dim=16, vocabulary=64),
-        **dict(tied=family == "qwen3", positions=16),
-    )
-    config = ModelConfig(64, 2, 64, 4, 16, torch.float32, qwen=qwen)
+    reference = make_hugging_face_model(family, tmp_path, torch.float32, vocabulary=104)
+    qwen, state = find_model(str(tmp_path)), reference.state_dict()
+    config = ModelConfig(qwen.vocabulary, qwen.layers, qwen.hidden, qwen.heads, 16, torch.float32, qwen=qwen)
     model = GPT(config)
-    model.initialise(1)
-    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, rms_norm_eps=1e-6)
-    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=qwen.tied)
-    sizes |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    theirs = transformers.Qwen2Config(**sizes)
-    if family == "qwen3":
-        theirs = transformers.Qwen3Config(**sizes, head_dim=16)
-    reference = transformers.AutoModelForCausalLM.from_config(theirs)
-    names = {}
+    pairs = [(model.words, "model.embed_tokens.weight"), (model.norm.weight, "model.norm.weight")]
+    pairs.append((model.output, "lm_head.weight"))
     for layer, block in enumerate(model.blocks):
-        prefix, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
-        for vector in (block.norm1, block.norm2, block.q_norm, block.k_norm):
-            if vector is not None:
-                torch.nn.init.uniform_(vector.weight, 0.5, 1.5)
-        heads = block.qkv.view(2, 4, 16, 64)
-        parts = {"q": heads[:, :2].reshape(64, 64), "k": heads[:, 2].reshape(32, 64)}
-        parts["v"] = heads[:, 3].reshape(32, 64)
-        names |= {f"{attention}.{name}_proj.weight": part for name, part in parts.items()}
+        prefix = f"model.layers.{layer}."
+        qkv = [f"{prefix}self_attn.{name}_proj." for name in "qkv"]
+        pairs.append((block.qkv, *(f"{name}weight" for name in qkv)))
         if block.qkv_bias is not None:
-            torch.nn.init.normal_(block.qkv_bias)
-            bias = block.qkv_bias.view(2, 4, 16)
-            parts = {"q": bias[:, :2], "k": bias[:, 2], "v": bias[:, 3]}
-            names |= {f"{attention}.{name}_proj.bias": part.reshape(-1) for name, part in parts.items()}
+            pairs.append((block.qkv_bias, *(f"{name}bias" for name in qkv)))
         else:
-            names |= {
-                f"{attention}.{name}_norm.weight": getattr(block, f"{name}_norm").weight for name in "qk"
-            }
-        names |= {f"{attention}.o_proj.weight": block.projection, f"{prefix}.mlp.down_proj.weight": block.fc2}
-        names |= {f"{prefix}.mlp.gate_proj.weight": block.fc1[0::2]}
-        names |= {f"{prefix}.mlp.up_proj.weight": block.fc1[1::2]}
-        names |= {f"{prefix}.input_layernorm.weight": block.norm1.weight}
-        names |= {f"{prefix}.post_attention_layernorm.weight": block.norm2.weight}
-    names |= {"model.embed_tokens.weight": model.words, "model.norm.weight": model.norm.weight}
-    names |= {"lm_head.weight": model.output}
-    reference.load_state_dict({name: value.detach() for name, value in names.items()})
-    ids, targets = torch.randint(64, (2, 3, 16), generator=torch.Generator().manual_seed(2))
-    expected = token_losses(reference(ids).logits.reshape(-1, 64), targets.reshape(-1))
+            pairs += [
+                (getattr(block, f"{n}_norm").weight, f"{prefix}self_attn.{n}_norm.weight") for n in "qk"
+            ]
+        pairs.append((block.norm1.weight, f"{prefix}input_layernorm.weight"))
+        pairs.append((block.norm2.weight, f"{prefix}post_attention_layernorm.weight"))
+        pairs.append((block.projection, f"{prefix}self_attn.o_proj.weight"))
+        pairs.append((block.fc2, f"{prefix}mlp.down_proj.weight"))
+        pairs += [
+            (block.fc1[n::2], f"{prefix}mlp.{name}_proj.weight") for n, name in enumerate(("gate", "up"))
+        ]
+    with torch.no_grad():
+        for ours, *names in pairs:
+            ours.copy_(merge([state[name] for name in names], qwen))
+    ids, targets = torch.randint(104, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    expected = token_losses(reference(ids).logits.reshape(-1, 104), targets.reshape(-1))
     expected.mean().backward()
     for name in ("none", "none-sp"):
         setting = setting_of(name)

@@ -2,14 +2,10 @@
 
 import json
 import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import _launch
 import bench_end_to_end as bench
+import pytest
 
 from megatron.compression.auto import plan
 

@@ -1,15 +1,10 @@
 """scripts/draw_readme.py: what the pages show is docs/results/today.csv, and benchmarks' rows go into it."""
 
 import csv
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench_end_to_end as bench
 import draw_readme
+import pytest
 
 STAMP = {"machine": "2 x H100", "date": "2026-12-01", "commit": "abc"}
 

@@ -1,14 +1,10 @@
 """scripts/losses.py: runs are made once, a stop loses none, the noise is there to see."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 import losses
+import pytest
 
 LOSSES = {("none", 1): 4.0, ("codec", 1): 4.1, ("control", 1): 4.4, ("none", 2): 3.92}
 BASELINE = "none"

@@ -3,18 +3,14 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
+import _corpus
 import numpy as np
+import preprocess_data
 import pytest
 import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import _corpus
-import preprocess_data
 
 from megatron.compression.errors import InputError
 

@@ -5,17 +5,12 @@ import json
 
 import pytest
 import torch
+from megatron.training.arguments import add_megatron_arguments
 from safetensors.torch import save_file
 
-from megatron import host
-
-host.install()
-
-from megatron.training.arguments import add_megatron_arguments  # noqa: E402
-
-from megatron.compression.errors import InputError  # noqa: E402
-from megatron.compression.huggingface import weights  # noqa: E402
-from megatron.compression.huggingface.models import (  # noqa: E402
+from megatron.compression.errors import InputError
+from megatron.compression.huggingface import weights
+from megatron.compression.huggingface.models import (
     LLAMA3_ROPE,
     MODELS,
     DenseModel,

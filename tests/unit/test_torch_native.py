@@ -3,26 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron import host
-
-host.install()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
-from megatron.core.transformer import cuda_graphs  # noqa: E402
-from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
-
-from megatron.compression.patches import gaps  # noqa: E402
-from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
-from megatron.compression.torch_native.norm import (  # noqa: E402
+from megatron.compression.patches import gaps
+from megatron.compression.torch_native.attention import SDPACoreAttention
+from megatron.compression.torch_native.norm import (
     RowRMSNorm,
     TorchLayerNorm,
     TorchRMSNorm,
 )
-from megatron.compression.torch_native.spec import block_spec, rotary  # noqa: E402
-from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
+from megatron.compression.torch_native.spec import block_spec, rotary
+from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
 
 SEQUENCE, BATCH, HEADS, HEAD_DIM = 12, 3, 4, 16
 

@@ -5,23 +5,18 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron import host
-
-host.install()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-
-from megatron.compression.patches import gaps  # noqa: E402
-from megatron.compression.setup import gpt_layer_spec  # noqa: E402
-from megatron.compression.torch_native.attention import SDPACoreAttention  # noqa: E402
-from megatron.compression.torch_native.spec import leave_out_causal_mask, rotary  # noqa: E402
-from tests.distributed.tiny_gpt import build_gpt  # noqa: E402
-from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
+from megatron.compression.patches import gaps
+from megatron.compression.setup import gpt_layer_spec
+from megatron.compression.torch_native.attention import SDPACoreAttention
+from megatron.compression.torch_native.spec import leave_out_causal_mask, rotary
+from tests.distributed.tiny_gpt import build_gpt
+from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
 
 
 def megatron_core_layers(model_config):

@@ -5,16 +5,11 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron import host
-
-host.install()
-
-
-from megatron.compression.tensor_parallel.functions import column_parallel_linear  # noqa: E402
-from megatron.compression.torch_native import spec  # noqa: E402
-from megatron.compression.torch_native.weight_gradient import dropped_gradient  # noqa: E402
-from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: E402, F401  (a fixture for every test here)
-from tests.unit.test_overlap import OneRankSite  # noqa: E402
+from megatron.compression.tensor_parallel.functions import column_parallel_linear
+from megatron.compression.torch_native import spec
+from megatron.compression.torch_native.weight_gradient import dropped_gradient
+from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
+from tests.unit.test_overlap import OneRankSite
 
 
 def test_weights_without_main_grad_keep_their_gradient() -> None:
