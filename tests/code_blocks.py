@@ -6,14 +6,12 @@ blocks in a shell. Blocks of other languages (``text``, ``toml``, ``console``) a
 
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from tests.distributed.launch import REPO, START_FAST, launched
 
-REPO = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
 
@@ -51,20 +49,11 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
         text = f"[ ! -f .exports ] || . ./.exports\n{block.text}\nexport -p >.exports"
         words = ["bash", "-euo", "pipefail", "-c", text]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    imports = os.pathsep.join(map(str, (REPO / "tests" / "distributed" / "start_fast", folder, REPO)))
-    own = {"PATH": path, "PYTHONPATH": imports, "OMP_NUM_THREADS": "1"}
-    own |= {"CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        words, cwd=folder, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        for started in [*psutil.Process(process.pid).children(recursive=True), process]:  # torchrun's ranks
-            started.kill()
-        raise AssertionError(f"still running after {timeout} s:\n{block.text}") from None
-    assert process.returncode == 0, f"exit status {process.returncode} of\n{block.text}\n{output[-6000:]}"
-    return output
+    imports = os.pathsep.join(map(str, (START_FAST, folder, REPO)))
+    own = {"PATH": path, "PYTHONPATH": imports, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = launched(words, os.environ | own, folder).finish(timeout)
+    assert run.returncode == 0, f"exit status {run.returncode} of\n{block.text}\n{run.output[-6000:]}"
+    return run.output
 
 
 def clone(folder: Path) -> Path:

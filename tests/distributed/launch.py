@@ -178,16 +178,19 @@ def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Start
     return _fork(processes, env, run_script, script, list(arguments))
 
 
+def launched(words: list, env: dict[str, str], folder: Path = REPO) -> Started:
+    """Start a command in ``folder``, with this environment and no other."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started = Started([subprocess.Popen(words, env=env, cwd=folder, **pipes)])
+    started.read(started.processes[0])
+    return started
+
+
 def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
     """Start `script` under torchrun itself."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc-per-node={processes}", script, *arguments]
-    process = subprocess.Popen(
-        command, env=environment(**env), cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    started = Started([process])
-    started.read(started.processes[0])
-    return started
+    words = [*launcher, f"--nproc-per-node={processes}", script, *arguments]
+    return launched(words, environment(**env))
 
 
 def tiny_flags(*flags: str, **replaced: str) -> list[str]:

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import START_FAST, free_port
+from tests.distributed.launch import REPO, START_FAST, free_port, launched
 from tests.distributed.real_text import make_dataset
 from tests.distributed.spawn import spawn
-
-REPO = Path(__file__).parents[2]
 
 GPT3 = "gpt/train_gpt3_175b.sh"
 LLAMA3 = "gpt/train_llama3_8b.sh"
@@ -142,20 +140,18 @@ def fake(directory: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
+def printed(words: list, env: dict[str, str], folder: Path) -> list[str]:
+    """The lines that a command prints, which has to succeed."""
+    how = dict(env=env, cwd=folder, capture_output=True, text=True, check=True)
+    return subprocess.run(words, **how).stdout.splitlines()
+
+
 def command_line(tmp_path: Path, script: str, *flags: str, **variables: str) -> list[str]:
     """The words that a script gives torchrun, its name for the entrypoint replaced by PRETRAIN."""
     fake(tmp_path, "torchrun", 'env > "$0.environment"; printf "%s\\n" "$@"')
     env = environment(**variables)
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    done = subprocess.run(
-        [REPO / "examples" / script, *flags],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    words = done.stdout.splitlines()
+    words = printed([REPO / "examples" / script, *flags], env, tmp_path)
     (entrypoint,) = (word for word in words if word.startswith(f"{REPO}/pretrain_"))
     words[words.index(entrypoint)] = "PRETRAIN"
     return words
@@ -274,15 +270,7 @@ def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
     # --gpus-per-node h100:4 --exclusive on nodes of eight
     asked = {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_NODE": "h100:4"}
     env = slurm(tmp_path, nodes=4, NODE="3", DATA_PATH="pile", TOKENIZER_MODEL="pile", **asked)
-    done = subprocess.run(
-        ["bash", SLURM, script, "--taco", "--seed", "7"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
-    words = done.stdout.splitlines()
+    words = printed(["bash", SLURM, script, "--taco", "--seed", "7"], env, tmp_path)
     assert words[:10] == [
         *("--nproc_per_node", "4", "--nnodes", "4", "--node_rank", "3"),
         *("--master_addr", "node-7", "--master_port", "32345"),
@@ -307,32 +295,20 @@ def test_a_preempted_job_goes_on_where_it_stopped(tmp_path):
         CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
         **variables,
     )
-    seen = []
+    seen: list[list[int]] = [[0]]
     for _ in range(2):
-        job = subprocess.Popen(
-            ["bash", SLURM, LLAMA3],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        job = launched(["bash", SLURM, LLAMA3], env)
         try:
-            lines, sent = [], False
-            for line in job.stdout:
-                lines.append(line)
-                if sum(" iteration " in line and "lm loss:" in line for line in lines) == 3 and not sent:
-                    sent = job.send_signal(signal.SIGTERM) is None
-            status = job.wait(timeout=100)
+            job.wait_for(f"iteration {seen[-1][-1] + 3:8}/", timeout=100)
+            job.processes[0].send_signal(signal.SIGTERM)
+            run = job.finish(100)
         finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-        output = "".join(lines)
-        assert status == 0, output[-4000:]
-        seen.append([int(number) for number in re.findall(r"iteration +(\d+)/", output)])
+            job.kill()
+        assert run.returncode == 0, run.output[-4000:]
+        seen.append([int(number) for number in re.findall(r"iteration +(\d+)/", run.output)])
         newest = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
         assert newest == seen[-1][-1], "saved at the signal"
-    assert seen[1][0] == seen[0][-1] + 1, "resumed"
+    assert seen[2][0] == seen[1][-1] + 1, "resumed"
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 12345"] * 2
 
 
@@ -348,22 +324,9 @@ def train_under_torchrun(script: str, **variables: str) -> str:
     """Run a script at TINY size on two CPU processes and return its output."""
     paths = {"PYTHONPATH": f"{START_FAST}:{REPO}", "MASTER_PORT": str(free_port())}
     env = environment(CUDA_VISIBLE_DEVICES="", **SHORT, **paths, **variables)
-    process = subprocess.Popen(
-        [REPO / "examples" / script],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=400)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun takes its workers with it
-            process.wait(timeout=60)
-    assert process.returncode == 0, output[-4000:]
-    return output
+    run = launched([REPO / "examples" / script], env).finish(400)
+    assert run.returncode == 0, run.output[-4000:]
+    return run.output
 
 
 def check_training(output: str, iterations: int = ITERATIONS) -> None:

@@ -26,6 +26,13 @@ ALL_FIVE = """--tensor-model-parallel-size 2 --sequence-parallel --pipeline-mode
     --cp-compression int8 --ep-compression int8:group=32"""
 OVERLAP = """--overlap-moe-expert-parallel-comm --bf16 --use-distributed-optimizer --overlap-grad-reduce
     --overlap-param-gather --moe-shared-expert-intermediate-size 32"""
+DEEPSEEK = """--tensor-model-parallel-size 2 --sequence-parallel --bf16 --hidden-size 64 --global-batch-size 4
+    --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8
+    --v-head-dim 16 --qk-layernorm --position-embedding-type rope --untie-embeddings-and-output-weights
+    --mtp-num-layers 1 --moe-layer-freq [0,1] --moe-ffn-hidden-size 32 --expert-tensor-parallel-size 1
+    --moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+    --attention-dropout 0 --hidden-dropout 0 --lr 4e-3 --train-iters 3"""
 UNKNOWN = "that the ledger does not know"
 
 
@@ -138,6 +145,21 @@ def test_two_micro_batches_overlap() -> None:
     assert lossy.losses[1] == alone.losses[1] != plain.losses[1]
     assert lossy.losses == pytest.approx(plain.losses, rel=0.003)
     assert calls(lossy, "ep.forward") == calls(alone, "ep.forward") == calls(lossy, "ep.backward")
+
+
+def test_the_shape_of_deepseek() -> None:
+    """Latent attention, experts, a second token: near the uncompressed losses, in half of the bytes."""
+    plain = train(DEEPSEEK, ranks=2)
+    run = train(DEEPSEEK, "--tp-compression int8 --compression-min-mb 0", ranks=2)
+    assert run.losses == pytest.approx(plain.losses, rel=0.003) and run.losses != plain.losses
+    assert run.losses[3] < run.losses[1] - 0.2
+    check_replicas(dense(run))
+    for traffic in ("tp.forward", "tp.backward"):
+        rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic]
+        assert {row["kind"] for row in rows} == {"compressed"}
+        expected = sum(row["plain_bytes"] for row in plain.ranks[0].ledger if row["traffic"] == traffic)
+        assert sum(row["plain_bytes"] for row in rows) == expected
+        assert sum(row["sent_bytes"] for row in rows) < 0.53 * expected
 
 
 @pytest.mark.thorough

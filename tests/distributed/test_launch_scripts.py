@@ -5,16 +5,15 @@ It runs as it is and, with compression added, through an entrypoint that knows n
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
+import preprocess_data
 import pytest
+from tokenizers import ByteLevelBPETokenizer
 
-from tests.distributed.launch import Run, pretrain
-from tests.distributed.test_examples import environment, fake
+from tests.distributed.launch import REPO, Run, pretrain
+from tests.distributed.test_examples import environment, fake, printed
 
-REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "tests" / "data" / "scripts" / "gpt3_175b.sh"
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --initial-loss-scale 65536"
 COMPRESSION = "--taco --compression-min-mb 0 --pp-compression pipeline-6bit"
@@ -30,10 +29,6 @@ SIZES = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """A folder of short documents' data, and of a tokenizer of them as GPT-2's two files."""
-    sys.path.insert(0, str(REPO / "scripts"))
-    import preprocess_data
-    from tokenizers import ByteLevelBPETokenizer
-
     folder = tmp_path_factory.mktemp("scripts")
     lines = [line for path in sorted((REPO / "docs").glob("*.md")) for line in path.read_text().splitlines()]
     documents = [line for line in lines if len(line) > 40][:1000]
@@ -54,7 +49,7 @@ def train(files: Path, saved: Path, *more: str, **how: str) -> Run:
     env = environment()
     env["PATH"] = f"{files}:{env['PATH']}"
     command = ["bash", SCRIPT, saved, saved / "tensorboard", *tokenizer, files / "text_text_document", *more]
-    words = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    words = printed(command, env, files)
     words = words[words.index("pretrain_gpt.py") + 1 :]
     for flag, value in SIZES.items():
         for place in [place for place, word in enumerate(words) if word == flag]:

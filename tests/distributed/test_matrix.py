@@ -8,11 +8,13 @@ and are resumed.
 """
 
 import itertools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Run, go_back_to, pretrain
+from tests.distributed.launch import Run, go_back_to, pretrain, tiny_flags
 from tests.distributed.real_text import make_dataset
 
 ITERATIONS = 12
@@ -243,8 +245,13 @@ def check_channels(run: Run, channels: tuple[str, ...]) -> None:
     """These channels sent payloads and no other activations were sent; the ledger knows all that was."""
     assert UNKNOWN not in run.output
     sent: dict[str, set[str]] = {}
-    for row in (row for rank in run.ranks for row in rank.ledger if row["sent_bytes"]):
-        sent.setdefault(row["traffic"], set()).add(row["kind"])
+    saved: dict[str, int] = dict.fromkeys(channels, 0)
+    for row in (row for rank in run.ranks for row in rank.ledger):
+        if row["sent_bytes"]:
+            sent.setdefault(row["traffic"], set()).add(row["kind"])
+        if row["traffic"] in saved and row["kind"] == "compressed":
+            saved[row["traffic"]] += row["plain_bytes"] - row["sent_bytes"]
+    assert min(saved.values()) > 0, "fewer bytes than without compression"
     assert set(sent) & {*ACTIVATIONS} == set(channels) - {*REPLICAS}
     for channel in channels:
         # "exact", of data parallelism alone: the first weights, and parameters that are too small
@@ -295,3 +302,30 @@ def test_layout(runs: Runs, layout: str) -> None:
     resumed = runs.train([*flags, "--load", str(saved)], 4)
     assert resumed.losses == {iteration: run.losses[iteration] for iteration in range(half + 1, whole + 1)}
     assert resumed.parameters == run.parameters
+
+
+ALL_THREE = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
+    --use-distributed-optimizer --compression taco-paper --compression-min-mb 0"""
+SIX = ACTIVATIONS[:4] + REPLICAS
+
+
+def test_every_channel_is_compressed(tmp_path: Path) -> None:
+    """TP 2 x PP 2 x DP 2 on eight processes: in training, and in the report's page for all three."""
+    report = tmp_path / "report"
+    flags = tiny_flags(*ALL_THREE.split(), "--compression-report", str(report))
+    whole = pretrain(*flags, ranks=8)
+    assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
+    check_channels(whole, SIX)
+    check_replicas(whole, tied=True)
+    written = json.loads((report / "report.json").read_text())
+    errors = {(row["site"], row["traffic"]): row["relative_error"] for row in written["errors"]}
+    assert 0.03 < errors["pipeline stage 0", "pp.forward"] < 0.15
+    assert 0.005 < errors["pipeline stage 1", "pp.backward"] < 0.05
+    summary = written["summary"]
+    assert list(summary["dimensions"]) == ["tensor parallel", "data parallel", "pipeline parallel", "all"]
+    ratios = {name: row["ratio"] for name, row in summary["dimensions"].items()}
+    tied_embeddings = summary["bytes_per_iteration"]["pp.other"]  # exact, and much of so small a model
+    assert tied_embeddings["sent"] == tied_embeddings["uncompressed"] == 4 * 256 * 64 / 2
+    assert min(ratios["tensor parallel"], ratios["data parallel"], ratios["all"]) > 1.5, ratios
+    page = (report / "report.md").read_text()
+    assert all(f"| {channel} |" in page for channel in SIX)

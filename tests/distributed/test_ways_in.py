@@ -2,15 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.launch import REPO, Run, environment, pretrain, start, tiny_flags
-from tests.distributed.launch import torchrun as start_torchrun
+from tests.distributed.launch import Run, environment, launched, pretrain, start, tiny_flags, torchrun
 from tests.distributed.spawn import spawn
 from tests.distributed.test_matrix import check_replicas
 from tests.distributed.transport_audit import TransportAudit, total_of
@@ -97,17 +95,11 @@ def test_two_lines(runs: Runs) -> None:
 def test_the_command_of_the_first_way() -> None:
     """As a user types it, under torchrun, in processes that have loaded nothing before."""
     words = tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
-    run = start_torchrun("-m", "megatron.compression", f"{WAYS}/unedited.py", *words, processes=2).finish(240)
+    run = torchrun("-m", "megatron.compression", f"{WAYS}/unedited.py", *words, processes=2).finish(240)
     assert run.returncode == 0, run.output[-4000:]
     assert list(run.log("lm loss")) == [1] and "tensor parallelism uses taco:format=int8" in run.output
-    usage = subprocess.run(
-        [sys.executable, "-m", "megatron.compression"],
-        env=environment(),
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert usage.returncode == 2 and usage.stderr.splitlines()[-1].startswith("usage: torchrun")
+    usage = launched([sys.executable, "-m", "megatron.compression"], environment()).finish(60)
+    assert usage.returncode == 2 and usage.output.splitlines()[-1].startswith("usage: torchrun")
 
 
 def test_linears_with_a_forward_of_their_own_are_refused(runs: Runs) -> None:
@@ -203,6 +195,5 @@ def test_the_example_of_a_loop_says_what_it_sent(tmp_path: Path) -> None:
     code = (
         "import examples.own_loop, sys; print([m for m in sys.modules if m.startswith('megatron.training')])"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    loaded = subprocess.run(command, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=240)
-    assert loaded.stdout.splitlines()[-1] == "[]", loaded.stderr[-3000:]
+    loaded = launched([sys.executable, "-W", "ignore", "-c", code], environment()).finish(240)
+    assert loaded.output.splitlines()[-1] == "[]", loaded.output[-3000:]

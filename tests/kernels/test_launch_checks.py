@@ -21,13 +21,9 @@ def wires(rows: int, values: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("decode", [launch.decode, launch.decode_sum])
-def test_an_output_of_another_size(decode) -> None:
+def test_an_output_of_another_size_and_nothing_to_decode(decode) -> None:
     with pytest.raises(ValueError, match="512 values, not those of shape"):
         decode(wires(1, 1024), CONFIG, (1024,), torch.float32, out=torch.zeros(512))
-
-
-@pytest.mark.parametrize("decode", [launch.decode, launch.decode_sum])
-def test_nothing_to_decode(decode) -> None:
     with pytest.raises(ValueError, match="hold nothing to decode"):
         decode(wires(0, 1024), CONFIG, (1024,), torch.float32)
 

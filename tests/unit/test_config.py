@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from megatron.compression.flags import REMOVED, add_flags, resolve
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.unit.megatron_args import EXPERTS, parsed
+
+DIMENSIONS = ("tp", "pp", "dp", "ep", "cp")
+ENGINE = dict(transformer_impl="transformer_engine")
 
 
 def _config(*flags: str, **megatron) -> CompressionConfig:
@@ -136,15 +140,6 @@ def test_resolve_is_pure(flags: str) -> None:
     assert json.loads(json.dumps(config.asdict())) == config.asdict()
 
 
-def test_taco_and_another_codec_are_refused() -> None:
-    with pytest.raises(CompressionConfigError, match="drop one of the two"):
-        _config("--taco", "--tp-compression", "int6")
-    with pytest.raises(CompressionConfigError, match="--taco is --tp-compression taco, not none"):
-        _config("--taco", "--tp-compression", "none")
-    with pytest.raises(CompressionConfigError, match=r"^--taco: taco:group=48: group=48 is not"):
-        _config("--taco", "group=48")
-
-
 def test_off_by_default() -> None:
     """Without our flags nothing is compressed, and nothing is said."""
     config = _config()
@@ -176,6 +171,18 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
             "TensorParallelConfig.layers given",
             "or TensorParallelConfig.compression",
         ),
+        *(
+            ({"layers": text}, "TensorParallelConfig.layers", "is not a layer; give")
+            for text in ("", "a", "4-2", "1,,2", "0x1", "99999", "all,1")
+        ),
+        (
+            {"compression": "int6;fc3=int5"},
+            "'fc3=int5' must be SITE=SPEC, @LAYERS=SPEC or",
+            "SITE one of qkv",
+        ),
+        ({"compression": "int6;=int5"}, "'=int5' must be", "SITE=SPEC"),
+        ({"compression": "int6;@0-x=int5"}, "'0-x' is not a layer", "give"),
+        ({"compression": "int6;fc2=int7"}, "TensorParallelConfig.compression: codec 'int7'", "choose one of"),
     ],
 )
 def test_impossible_settings_name_argument_and_fix(settings, flag, fix) -> None:
@@ -187,31 +194,15 @@ def test_impossible_settings_name_argument_and_fix(settings, flag, fix) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--validate-uncompressed --dp-compression sdp4bit",
-        "--compression-error-bound 0.1 --pp-compression int8",
-        "--compression-start-iteration 3",
-        "--compression-transport collective --pp-compression int8",
-        "--compression-min-mb 0",
-    ],
-)
-def test_what_nothing_uses_is_refused(flags: str) -> None:
-    """A flag that would silently do nothing."""
-    with pytest.raises(CompressionConfigError, match="given, but nothing uses it; add --taco"):
-        _config(*flags.split())
-
-
-@pytest.mark.parametrize(
     ("megatron", "fix"),
     [
         ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
         (
-            {"transformer_impl": "transformer_engine", "symmetric_ar_type": "two_shot"},
+            ENGINE | {"symmetric_ar_type": "two_shot"},
             "--symmetric-ar-type sums in symmetric memory",
         ),
         (
-            {"transformer_impl": "transformer_engine", "use_transformer_engine_op_fuser": True},
+            ENGINE | {"use_transformer_engine_op_fuser": True},
             "--use-transformer-engine-op-fuser builds layers",
         ),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
@@ -266,52 +257,48 @@ def test_fp8_in_software_is_said(monkeypatch) -> None:
             assert said == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("flags", "megatron", "reason"),
-    [
-        ("int8/int6", {}, "--cp-compression int8/int6: what attention gathers is sent once"),
-        ("int8 int9", {}, "--cp-compression BACKWARD: codec 'int9'"),
-        ("lossless", dict(fp16=True), "--cp-compression lossless shortens"),
-        ("int8", dict(transformer_impl="transformer_engine"), "needs --transformer-impl local"),
-    ],
-)
-def test_context_compression_refuses_what_it_cannot_do(flags: str, megatron: dict, reason: str) -> None:
-    """In one line; on one rank nothing is exchanged, whatever the layers."""
-    given = ["--cp-compression", *flags.split()]
-    with pytest.raises(CompressionConfigError) as refusal:
-        _config(*given, **megatron | {"context_parallel_size": 2})
-    assert reason in str(refusal.value) and "\n" not in str(refusal.value)
-    bounded = _config("--cp-compression", "int8", "--compression-error-bound", "0.05")
-    assert bounded.error_bound == 0.05, "a bound of these sites, without tensor parallelism"
-    engine = dict(transformer_impl="transformer_engine", context_parallel_size=1)
-    assert _config("--cp-compression", "int8", **engine).context_parallel.enabled
-
-
-@pytest.mark.parametrize("text", ["", "a", "4-2", "1,,2", "0x1", "99999", "all,1"])
-def test_bad_layers_name_the_argument(text: str) -> None:
-    """One line with the flag and what is understood."""
-    with pytest.raises(CompressionConfigError, match=r"TensorParallelConfig.layers .* is not a layer; give"):
-        TensorParallelConfig(compression="taco", layers=text)
-
-
-@pytest.mark.parametrize("dimension", ["tp", "pp", "dp", "ep", "cp"])
-def test_an_empty_spec_is_no_way_to_say_none(dimension: str) -> None:
-    """``--ep-compression "$CODEC"`` of a script that has not set CODEC."""
-    with pytest.raises(CompressionConfigError, match=f"--{dimension}-compression.* is unknown"):
-        resolve(parsed(f"--{dimension}-compression", ""))
+CONTEXT = dict(context_parallel_size=2)
+UNUSED = "given, but nothing uses it; add --taco"
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
+    ("flags", "megatron", "line"),
     [
-        ("--tp-compression int9", "--tp-compression: codec 'int9' is unknown"),
-        ("--cp-compression int8 int9", "--cp-compression BACKWARD: codec 'int9' is unknown"),
-        ("--tp-compression tagc", "--tp-compression tagc: tagc compresses gradients of weights only"),
-        ("--tp-compression-layers 1", "--tp-compression-layers given, .* add --taco or --tp-compression$"),
-        ("--taco --compression-error-bound 0", "--compression-error-bound 0.0 must be a relative error"),
-        ("--dp-compression int8 --compression-start-iteration 100", "not before the last of 100"),
+        ("--taco --tp-compression int6", {}, "drop one of the two"),
+        ("--taco --tp-compression none", {}, "--taco is --tp-compression taco, not none"),
+        ("--taco group=48", {}, "^--taco: taco:group=48: group=48 is not"),
+        # what would silently do nothing
+        ("--validate-uncompressed --dp-compression sdp4bit", {}, UNUSED),
+        ("--compression-error-bound 0.1 --pp-compression int8", {}, UNUSED),
+        ("--compression-start-iteration 3", {}, UNUSED),
+        ("--compression-transport collective --pp-compression int8", {}, UNUSED),
+        ("--compression-min-mb 0", {}, UNUSED),
+        (
+            "--tp-compression-layers 1",
+            {},
+            "--tp-compression-layers given, .* add --taco or --tp-compression$",
+        ),
+        # "$CODEC" of a script that has not set CODEC
+        *((f"--{one}-compression ''", {}, f"--{one}-compression.* is unknown") for one in DIMENSIONS),
+        ("--tp-compression int9", {}, "--tp-compression: codec 'int9' is unknown"),
+        ("--tp-compression tagc", {}, "--tp-compression tagc: tagc compresses gradients of weights only"),
+        ("--taco --compression-error-bound 0", {}, "--compression-error-bound 0.0 must be a relative error"),
+        ("--dp-compression int8 --compression-start-iteration 100", {}, "not before the last of 100"),
+        ("--cp-compression int8/int6", CONTEXT, "--cp-compression int8/int6: what attention gathers is sent"),
+        ("--cp-compression int8 int9", CONTEXT, "--cp-compression BACKWARD: codec 'int9' is unknown"),
+        ("--cp-compression lossless", CONTEXT | dict(fp16=True), "--cp-compression lossless shortens"),
+        ("--cp-compression int8", CONTEXT | ENGINE, "needs --transformer-impl local"),
     ],
 )
-def test_on_the_command_line_flags_are_named(flags: str, line: str) -> None:
-    with pytest.raises(CompressionConfigError, match=line):
-        _config(*flags.split())
+def test_on_the_command_line_flags_are_named(flags: str, megatron: dict, line: str) -> None:
+    """In one line."""
+    with pytest.raises(CompressionConfigError, match=line) as refusal:
+        _config(*shlex.split(flags), **megatron)
+    assert "\n" not in str(refusal.value)
+
+
+def test_context_compression() -> None:
+    """A bound of these sites, without tensor parallelism; on one rank nothing is exchanged, whatever the
+    layers."""
+    assert _config("--cp-compression", "int8", "--compression-error-bound", "0.05").error_bound == 0.05
+    assert _config("--cp-compression", "int8", **ENGINE).context_parallel.enabled

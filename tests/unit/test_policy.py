@@ -6,7 +6,6 @@ from megatron.compression.communication import Policy
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 LARGE = 2**21
@@ -104,17 +103,3 @@ SENT = [
 )
 def test_parts_that_no_message_goes_by(settings: dict, unmet: list[str]) -> None:
     assert TensorParallelConfig(**settings).unmet_parts(SENT) == set(unmet)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("int6;fc3=int5", "'fc3=int5' must be SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, SITE one of qkv"),
-        ("int6;=int5", "'=int5' must be"),
-        ("int6;@0-x=int5", "'0-x' is not a layer"),
-        ("int6;fc2=int7", "TensorParallelConfig.compression: codec 'int7' is unknown"),
-    ],
-)
-def test_parts_that_name_no_site_or_codec(text: str, message: str) -> None:
-    with pytest.raises(CompressionConfigError, match=message):
-        TensorParallelConfig(compression=text)

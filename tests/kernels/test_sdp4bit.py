@@ -1,0 +1,158 @@
+"""SDP4Bit's arithmetic: errors, exactness, and what is not finite; and the kernels, interpreted."""
+
+import pytest
+import torch
+
+from taco_kernels.sdp4bit import GroupFormat, add_dequantized, quantize, sum_dequantize, sum_requantize
+from tests.kernels.interpreter import interpreted, small_tiles
+from tests.kernels.wires.sdp4bit import apart
+
+INTRA, INTER, WEIGHTS = GroupFormat(8, 128, True), GroupFormat(4, 128, True), GroupFormat(4, 2048)
+FORMATS = [INTRA, INTER, WEIGHTS, GroupFormat(8, 64), GroupFormat(4, 4096, True)]
+
+
+def _decoded(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
+    return sum_dequantize(wires[None], format, torch.empty(len(wires), numel))
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("numel", [0, 1, 31, 128, 1000, 5000])
+def test_round_trip(format: GroupFormat, numel: int) -> None:
+    """Any size; the error is at most half a step of the grid a value (the rotation keeps its length)."""
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(2, 3, numel, generator=generator)
+    wires = quantize(x, format)
+    assert wires.shape == (6, format.wire_bytes(numel))
+    if numel:
+        bound = 0.011 if format.bits == 8 else 0.19
+        assert _relative(_decoded(wires, format, numel), x.view(6, numel)) < bound
+
+
+def test_hadamard_tames_an_outlier() -> None:
+    """One value of each group 50 times the rest: the rotation halves the error of the others at least."""
+    x = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
+    x[:, ::128] *= 50
+    rest = torch.ones(4096, dtype=torch.bool)
+    rest[::128] = False
+    errors = [
+        _relative(_decoded(quantize(x, f), f, 4096)[:, rest], x[:, rest])
+        for f in (GroupFormat(4, 128, True), GroupFormat(4, 128))
+    ]
+    assert errors[0] < errors[1] / 2
+
+
+def test_sums_follow_the_senders() -> None:
+    """Sums are the sums of what single senders decode to, in order; a requantised one as good as its grid."""
+    numel, senders = 1000, 3
+    x = torch.randn(senders, 2, numel, generator=torch.Generator().manual_seed(1))
+    wires = quantize(x, INTRA).view(senders, 2, -1)
+    single = [_decoded(wires[s], INTRA, numel) for s in range(senders)]
+    total = sum_dequantize(wires, INTRA, torch.empty(2, numel))
+    torch.testing.assert_close(total, single[0] + single[1] + single[2], rtol=1e-5, atol=1e-5)
+    scaled = sum_dequantize(wires, INTRA, torch.empty(2, numel), 0.5)
+    assert torch.equal(scaled, total * 0.5)
+    for target in (INTER, GroupFormat(4, 1024, True)):
+        again = _decoded(sum_requantize(wires, INTRA, numel, target), target, numel)
+        assert _relative(again, total) < 0.25
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_not_finite_stays_visible(bad: float) -> None:
+    """A damaged value makes its group NaN through every operation, and no other group."""
+    x = torch.randn(2, 1, 512, generator=torch.Generator().manual_seed(5))
+    x[1, 0, 200] = bad
+    wires = quantize(x, INTRA).view(2, 1, -1)
+    total = sum_dequantize(wires, INTRA, torch.empty(1, 512))[0]
+    again = _decoded(sum_requantize(wires, INTRA, 512, INTER), INTER, 512)[0]
+    for result in (total, again):
+        assert (
+            result[128:256].isnan().all() and result[:128].isfinite().all() and result[256:].isfinite().all()
+        )
+    weights = torch.zeros(1, 512)
+    add_dequantized(wires[1], INTRA, weights)
+    assert weights[0, 128:256].isnan().all()
+
+
+def test_bad_arguments_are_refused() -> None:
+    """Formats, shapes and strides that cannot be honoured."""
+    with pytest.raises(ValueError, match="contiguous"):
+        quantize(torch.zeros(8, 4).t(), INTRA)
+    with pytest.raises(ValueError, match="must both be rotated"):
+        sum_requantize(quantize(torch.zeros(1, 64), INTRA)[None], INTRA, 64, WEIGHTS)
+    with pytest.raises(ValueError, match="this layout needs"):
+        sum_dequantize(torch.zeros(1, 1, 7, dtype=torch.uint8), INTRA, torch.zeros(1, 64))
+
+
+@pytest.mark.slow
+def test_kernels_reproduce_the_reference() -> None:
+    assert interpreted(main) == "10"
+
+
+def same_but_for_ties(difference) -> bool:
+    """The interpreter's fused multiply-add rounds twice, which moves a value in the middle of two codes."""
+    return difference.codes < 0.002 and difference.grid_steps <= 1 and difference[2:] == (0.0, True)
+
+
+def main() -> int:
+    """Every kernel in a spread of formats; exits with a traceback on a difference."""
+    from taco_kernels.sdp4bit import launch, reference
+
+    small_tiles(launch.TUNING)
+    cases = 0
+    for format, target, numel, dtype in (
+        (GroupFormat(8, 128, True), GroupFormat(4, 128, True), 1300, torch.bfloat16),
+        (GroupFormat(4, 64, True), GroupFormat(8, 256, True), 640, torch.float32),
+        (GroupFormat(8, 512, True), GroupFormat(4, 64, True), 1000, torch.float16),
+        (GroupFormat(4, 2048, False), GroupFormat(4, 128, False), 2100, torch.bfloat16),
+        (GroupFormat(8, 128, False), GroupFormat(8, 128, False), 1, torch.float32),
+    ):
+        for damaged in (False, True):
+            g = torch.Generator().manual_seed(cases)
+            wide = torch.randn(2, 3, numel + 32, generator=g)
+            wide[1, 1] *= 1e-20
+            wide[0, 2] = 0.0
+            if damaged:
+                wide[1, 0, 16] = float("nan")
+                wide[0, 1, 16] = float("inf")
+            x = wide.to(dtype)[:, :, 16 : 16 + numel].transpose(0, 1)  # strided in both upper dimensions
+            exact = reference.quantize(x, format)
+            wires = launch.quantize(x, format)
+            difference = apart(exact, wires, format, numel)
+            # a rotation sums in another order: a value near the middle of two codes may move
+            assert difference.codes < 0.004 and difference.grid_steps <= 1, difference
+            assert difference.steps <= 1e-4 * format.hadamard and difference.padding, difference
+
+            # codes times steps are exact, so sums are bit-equal; the interpreter truncates to bf16
+            ulp = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 2e-6)
+            senders = exact.view(3, 2, -1)
+            out = torch.full((2, 2 * numel), 7.0, dtype=dtype)[:, :numel]
+            launch.sum_dequantize(senders, format, out, 1 / 3)
+            expected = reference.sum_dequantize(senders, format, torch.empty_like(out), 1 / 3)
+            torch.testing.assert_close(out, expected, rtol=ulp, atol=1e-6, equal_nan=True)
+            assert bool(out.isnan().any()) == damaged
+            if dtype == torch.float16:  # the only type that the interpreter rounds to as a GPU does
+                assert torch.equal(out.nan_to_num(), expected.nan_to_num()), "rounded once, after the scale"
+
+            expected = reference.sum_requantize(senders, format, numel, target)
+            again = launch.sum_requantize(senders, format, numel, target)
+            difference = apart(expected, again, target, numel)
+            assert same_but_for_ties(difference), difference
+
+            plain = GroupFormat(format.bits, format.group_size)
+            old = torch.randn(numel, generator=g).to(dtype)
+            new = (old.float() + x[0, 1].float() * 1e-3).to(dtype)
+            expected = reference.quantize_difference(new, old, plain)
+            wire = launch.quantize_difference(new, old, plain)
+            difference = apart(expected, wire, plain, numel)
+            assert same_but_for_ties(difference), difference
+            weights = torch.stack([old, new])
+            both = torch.cat([expected, reference.quantize_difference(old, new, plain)])
+            updated = launch.add_dequantized(both, plain, weights.clone())
+            expected = reference.add_dequantized(both, plain, weights.clone())
+            torch.testing.assert_close(updated, expected, rtol=ulp, atol=0, equal_nan=True)
+            cases += 1
+    return cases
