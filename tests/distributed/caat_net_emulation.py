@@ -1,6 +1,7 @@
 """A CAAT-Net's function in one process: every rank's stream in one tensor, gradients by autograd alone."""
 
 import math
+import zlib
 
 import torch
 import torch.nn.functional as F
@@ -110,3 +111,13 @@ class EmulatedCaatNet:
 _WORDS = "embedding.word_embeddings.weight"
 _OUTPUTS = "output_layer.weight"
 _POSITIONS = "embedding.position_embeddings.weight"
+
+
+def fill_parameters(model, rank: int) -> None:
+    """Values without symmetry for every parameter: biases begin at zero and norms at one."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            place = rank if getattr(parameter, "tensor_model_parallel", False) else 0
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + place)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.1 * noise.to(parameter))

@@ -1,4 +1,7 @@
-"""Runs a function in several processes of one process group, for tests of single operations."""
+"""Runs a function in several processes of one process group, for tests of single operations.
+
+Over gloo they have loaded Megatron with its CPU stand-ins; where there is CUDA there are none.
+"""
 
 import datetime
 import os

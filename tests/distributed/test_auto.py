@@ -126,10 +126,6 @@ def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
 def timing_worker(rank: int, world_size: int) -> list[float]:
     """Send every recipe's messages in each dimension; the run's random numbers stay as they are."""
     import torch
-
-    from megatron import host
-
-    host.install()
     from megatron.core import parallel_state
 
     from megatron.compression.auto.measurement import Sender, Stopwatch

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.caat_net_emulation import EmulatedCaatNet
-from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
+from tests.distributed.caat_net_emulation import EmulatedCaatNet, fill_parameters
 from tests.distributed.spawn import spawn, spawned
-from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, start_model_parallel
+from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, run_with, start_model_parallel
 
 HEADS = 4
 INT8 = "int8:scales=single"
@@ -69,7 +68,7 @@ def gradients_of(
 
     from megatron.compression.caat_net import hooks
 
-    run, loss = caat_run(fraction, codec), 0.0
+    run, loss = run_with(codec, sync_fraction=fraction), 0.0
     dtype = torch.float64 if codec == "none" else torch.float32
     model = build_tiny_gpt(rank, streams, run, dtype, **(changes or {}))
     if force:  # CAAT-Net's own code with nothing left private
@@ -82,7 +81,7 @@ def gradients_of(
     wrapped = distributed.DistributedDataParallel(model.config, ddp, model)
     micro_batches = 2 if sharded else 1
     for micro_batch in range(micro_batches):
-        inputs = batch(2 * copy + micro_batch, rank, BATCH)
+        inputs = batch(2 * copy + micro_batch, rank)
         del inputs["labels"]
         last = micro_batch == micro_batches - 1
         with contextlib.nullcontext() if last else wrapped.no_sync():
@@ -117,7 +116,7 @@ def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | 
     """Each rank's loss and gradients from ``gradients_of`` against autograd in this process."""
     changes = changes or {}
     emulation = _emulation(ranks, fraction, changes)
-    tokens = batch(0, 0, BATCH)["input_ids"].cpu()
+    tokens = batch(0, 0)["input_ids"].cpu()
     addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))]
     sum(addends).backward()
     for rank, result in enumerate(ranks):
@@ -128,7 +127,7 @@ def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | 
 def check_with_codec(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:
     """As ``check_against_emulation``, to the codec's error; replicas agree and nothing went uncompressed."""
     emulation = _emulation(ranks, fraction, changes or {})
-    tokens = batch(0, 0, BATCH)["input_ids"].cpu()
+    tokens = batch(0, 0)["input_ids"].cpu()
     sum(_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))).backward()
     for rank, result in enumerate(ranks):
         for name, gradient in result["gradients"].items():
@@ -207,7 +206,7 @@ def test_gradients_of_data_parallel_shards() -> None:
     ranks = spawn(four_ranks_worker, 4)
     emulation = _emulation(ranks[:2], 0.5, SHARDED)
     for step in range(4):  # two data-parallel ranks, two micro-batches each
-        tokens = batch(step, 0, BATCH)["input_ids"]
+        tokens = batch(step, 0)["input_ids"]
         addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))]
         (sum(addends) / 2).backward()
     for stream in range(2):

@@ -3,27 +3,34 @@
 import torch
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication.ledger import Ledger
 from megatron.compression.report.figures import log_line
-from tests.distributed.caat_net_setup import BATCH, caat_run, fill_parameters
+from megatron.compression.report.reporter import _by_name, _totals
+from tests.distributed.caat_net_emulation import fill_parameters
 from tests.distributed.spawn import spawned
-from tests.distributed.tiny_gpt import HIDDEN, LAYERS, SEQUENCE, batch, build_tiny_gpt, start_model_parallel
+from tests.distributed.tiny_gpt import (
+    HIDDEN,
+    LAYERS,
+    SEQUENCE,
+    batch,
+    build_tiny_gpt,
+    run_with,
+    start_model_parallel,
+)
 from tests.distributed.transport_audit import TransportAudit, total_of
 
+BATCH = 2
 FP8, INT8 = "taco", "int8:scales=single"
 TRAFFIC_CASES = [(1.0, "none"), (0.5, "none"), (0.25, "none"), (0.5, FP8), (0.5, INT8)]
 
 
 def traffic_worker(rank: int, world_size: int) -> list[dict]:
-    """``train_twice`` for each case, over what the audit sees: what c10d is given."""
+    """``train_twice`` for each case."""
     start_model_parallel(world_size)
-    return [train_twice(rank, world_size, *case, transport="collective") for case in TRAFFIC_CASES]
+    return [train_twice(rank, world_size, *case) for case in TRAFFIC_CASES]
 
 
-def train_twice(
-    rank: int, world_size: int, fraction: float, codec: str, size: int = BATCH, transport: str = "auto"
-) -> dict:
-    """Two bf16 training iterations on ``size`` sequences, with the bytes that c10d was given.
+def train_twice(rank: int, world_size: int, fraction: float, codec: str) -> dict:
+    """Two bf16 training iterations, with the bytes that c10d was given.
 
     Returns:
         Bytes by operation, the ledger's rows, losses, and what the rank holds: replicated parameters, the
@@ -31,7 +38,7 @@ def train_twice(
     """
     from megatron.compression.caat_net.hooks import sum_rank_local_gradients
 
-    run = caat_run(fraction, codec, transport=transport)
+    run = run_with(codec, sync_fraction=fraction, transport="collective")  # which the audit sees
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     streams: list[torch.Tensor] = []
     model.decoder.layers[-1].register_forward_hook(lambda module, args, output: streams.append(output[0]))
@@ -39,7 +46,7 @@ def train_twice(
     losses = []
     with TransportAudit(world_size) as audit:
         for _ in range(2):
-            loss = model(**batch(0, rank, size)).float().mean()
+            loss = model(**batch(0, rank)).float().mean()
             loss.backward()
             sum_rank_local_gradients([model], model.pg_collection.tp, run.ledger)
             optimizer.step()
@@ -50,7 +57,7 @@ def train_twice(
     return {
         "audit": audit.sent,
         "rows": run.ledger.rows(),
-        "line": log_line(1, None, _by_kind(run.ledger)),
+        "line": log_line(1, None, _by_name(_totals(run.ledger))[0]),
         "losses": losses,
         "replicated": {
             name: p.detach().float().cpu()
@@ -62,22 +69,10 @@ def train_twice(
     }
 
 
-def _by_kind(ledger: Ledger) -> dict:
-    return {
-        traffic: {kind: {"sent": sent, "plain": plain} for kind, (sent, plain) in kinds.items()}
-        for traffic, kinds in ledger.totals().items()
-    }
-
-
-def sent_in(rows: list[dict], *channels: str) -> int:
-    return sum(row["sent_bytes"] for row in rows if row["traffic"] in channels)
-
-
 def check_traffic(by_rank: list[list[dict]]) -> None:
     """The hand count of the bytes, that c10d was given just these, what the log line compares them with, and
     what ranks have in common."""
-    iterations, world_size, cases = 2, len(by_rank), TRAFFIC_CASES
-    results = list(zip(*by_rank, strict=True))
+    iterations, world_size = 2, len(by_rank)
     full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
     embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
     layers = 2 * LAYERS * full
@@ -88,27 +83,25 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
         values = config.chunk_numel(int(SEQUENCE * BATCH * HIDDEN * fraction), world_size)
         return 2 * (world_size - 1) * config.wire_bytes(values)
 
-    expected = {  # messages: a layer's two and the embeddings', in each direction
-        0: layers + embeddings,
-        1: 0.5 * layers + embeddings,
-        2: 0.25 * layers + embeddings,
-        3: iterations * (2 * LAYERS * encoded(0.5, FP8) + encoded(1.0, FP8)),
-        4: iterations * (2 * LAYERS * encoded(0.5, INT8) + encoded(1.0, INT8)),
-    }
-    for case, ranks in enumerate(results):
+    for case, *ranks in zip(TRAFFIC_CASES, *by_rank, strict=True):
+        fraction, codec = case
+        expected = fraction * layers + embeddings  # a layer's two messages and the embeddings', each way
+        if codec != "none":
+            expected = iterations * (2 * LAYERS * encoded(fraction, codec) + encoded(1.0, codec))
         for result in ranks:
-            assert total_of(result["rows"]) == result["audit"], cases[case]
+            assert total_of(result["rows"]) == result["audit"], case
             for channel in ("tp.forward", "tp.backward"):
-                assert sent_in(result["rows"], channel) == expected[case], (cases[case], channel)
-                plain = sum(row["plain_bytes"] for row in result["rows"] if row["traffic"] == channel)
+                rows = [row for row in result["rows"] if row["traffic"] == channel]
+                assert sum(row["sent_bytes"] for row in rows) == expected, (case, channel)
+                plain = sum(row["plain_bytes"] for row in rows)
                 assert plain == layers + embeddings, "of all channels, as ordinary tensor parallelism sends"
-            assert ("tensor-parallel ratio" in result["line"]) == (cases[case] != (1.0, "none"))
+            assert ("tensor-parallel ratio" in result["line"]) == (case != (1.0, "none"))
             assert result["losses"][1] < result["losses"][0]
         first, *others = ranks
         for other in others:
             assert first["losses"] == other["losses"]
             for name, value in first["replicated"].items():
-                assert torch.equal(value, other["replicated"][name]), (cases[case], name)
+                assert torch.equal(value, other["replicated"][name]), (case, name)
             assert torch.equal(first["shared"], other["shared"])
             assert first["private"].numel() == 0 or not torch.equal(first["private"], other["private"])
 
@@ -130,7 +123,7 @@ def _evaluate(rank: int, world_size: int) -> list[torch.Tensor]:
     """Losses without a codec, with one, and with one that --validate-uncompressed leaves out."""
     losses = []
     for codec, leave_out in (("none", False), (FP8, False), (FP8, True)):
-        run = caat_run(0.5, codec, validate_uncompressed=leave_out)
+        run = run_with(codec, sync_fraction=0.5, validate_uncompressed=leave_out)
         run.ledger.evaluating = True
         model = build_tiny_gpt(rank, world_size, run)
         fill_parameters(model, rank)

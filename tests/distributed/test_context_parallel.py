@@ -14,6 +14,7 @@ from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.transport import Transports
 from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import device_of
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 48, 2, 4, 2, 8
@@ -35,11 +36,6 @@ class Identity64(IdentityCodec):
 
     def decode_sum(self, payloads, shape, dtype, scale=1.0, out=None):
         return torch.stack([self.decode(one, shape, torch.float64) for one in payloads]).sum(0).to(dtype)
-
-
-def device() -> str:
-    """Of the ranks: their GPU, or the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def build(ranks: int, kind, run: Run | None = None):
@@ -91,12 +87,13 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
     generator = torch.Generator().manual_seed(0)
     shapes = [(SEQUENCE, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
     shapes.append((SEQUENCE, BATCH, HEADS * WIDTH))
-    whole = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device()) for shape in shapes]
+    device = device_of(rank)
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
     assert torch.equal(in_order(distributed(whole[3], world_size), world_size), whole[3])
     rows = torch.cat(
         [torch.arange(SEQUENCE).chunk(2 * world_size)[number] for number in chunks_of(rank, world_size)]
     )
-    documents = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device()).triu(1)[None, None]
+    documents = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)[None, None]
     documents = documents.repeat(BATCH, 1, 1, 1)
     documents[1, :, 20:, :20] = True  # a document ends there
     causal = AttnMaskType.causal

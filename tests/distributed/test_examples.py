@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -37,48 +38,21 @@ FULL_SIZE = {
 }
 
 
-def parameters(args) -> int:
-    """Parameters of the model that Megatron's arguments describe, padding aside."""
-    h, kv = args.hidden_size, args.kv_channels
-    q_width = args.num_attention_heads * kv
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    qkv_width = q_width + 2 * groups * kv
-    attention = h * qkv_width + q_width * h
-    if args.multi_latent_attention:
-        attention = latent_attention(args)
-    width = 3 if args.swiglu else 2
-    norm = h * (2 if args.normalization == "LayerNorm" else 1)
-    layer = attention + 2 * norm
-    if args.add_bias_linear:
-        layer += qkv_width + h + args.ffn_hidden_size + h
-    elif args.add_qkv_bias:
-        layer += qkv_width
-    embeddings = args.vocab_size * h * (2 if args.untie_embeddings_and_output_weights else 1)
-    if args.position_embedding_type == "learned_absolute":
-        embeddings += args.max_position_embeddings * h
-    dense = args.num_layers
-    if args.num_experts:
-        every = args.moe_layer_freq
-        dense = 0 if every == 1 else every.count(0)
-        shared = args.moe_shared_expert_intermediate_size or 0
-        experts = width * h * (args.num_experts * args.moe_ffn_hidden_size + shared) + h * args.num_experts
-        embeddings += (args.num_layers - dense) * experts
-    return args.num_layers * layer + dense * width * h * args.ffn_hidden_size + norm + embeddings
+def parameters(args) -> float:
+    """Of the model that Megatron's arguments describe, by its own count and with learned positions."""
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-
-def latent_attention(args) -> int:
-    """Parameters of multi-latent attention whose queries have no latent."""
-    heads, head = args.num_attention_heads, args.qk_head_dim + args.qk_pos_emb_head_dim
-    down = args.hidden_size * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    up = args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim) + args.kv_lora_rank
-    return args.hidden_size * heads * (head + args.v_head_dim) + down + up
+    sizes = ("tensor_model", "pipeline_model", "expert_tensor", "expert_model")
+    alone = {"world_size": 1, "use_distributed_optimizer": False} | {
+        f"{one}_parallel_size": 1 for one in sizes
+    }
+    counted = compute_weight_and_optimizer_memory(Namespace(**vars(args) | alone)) / 18  # bytes of each
+    learned = args.position_embedding_type == "learned_absolute"
+    return counted + learned * args.max_position_embeddings * args.hidden_size
 
 
 def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[str, dict]:
     """What Megatron makes of torchrun's words, by name; in a process of its own, for its state is global."""
-    from megatron import host
-
-    host.install()
     import torch
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import parse_args, validate_args

@@ -66,9 +66,6 @@ def _pass(model, replica: int, few: bool) -> tuple[float, dict[str, torch.Tensor
 
 def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[str, dict]:
     """By layout: by codec the loss, the relative error of the gradients and both counts of bytes."""
-    from megatron import host
-
-    host.install()
     from megatron.core import parallel_state
 
     from megatron.compression.compression import attach

@@ -164,9 +164,6 @@ def test_messages_that_do_not_fit_are_refused(results) -> None:
 
 def run_cases(rank: int, world_size: int) -> dict:
     """Every case with its codecs, and the refusal."""
-    from megatron import host
-
-    host.install()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

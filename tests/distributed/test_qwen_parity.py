@@ -82,9 +82,6 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
     Returns:
         Logits by "family TP".
     """
-    from megatron import host
-
-    host.install()
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
     from megatron.compression.huggingface import weights
@@ -112,9 +109,6 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
 def convert_worker(rank: int, world_size: int, folder: str, command: str) -> None:
     """Import every family of a folder, or export it from what two stages saved."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    from megatron import host
-
-    host.install()
     import convert_hf
 
     for family in FAMILIES:

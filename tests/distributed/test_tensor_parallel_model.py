@@ -1,6 +1,5 @@
 """A whole model under tensor parallelism: replicas, and a ledger that matches the transport."""
 
-import hashlib
 import itertools
 from collections import Counter
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.spawn import spawn, spawned
+from tests.distributed.tiny_ddp import digest
 from tests.distributed.tiny_gpt import (
     HIDDEN,
     LAYERS,
@@ -24,10 +24,6 @@ ITERATIONS = 50
 BY_SITE = "int6;fc2=int5/int6;@1=int8;qkv@0=none"
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().float().cpu().numpy().tobytes()).hexdigest()
-
-
 def replica_worker(
     rank: int, world_size: int, iterations: int, settings: dict | None = None
 ) -> tuple[list[str], float, float]:
@@ -41,7 +37,7 @@ def replica_worker(
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     hashes: list[str] = []
     for layer in model.decoder.layers:
-        layer.register_forward_hook(lambda module, args, output: hashes.append(_digest(output[0])))
+        layer.register_forward_hook(lambda module, args, output: hashes.append(digest(output[0])))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     replicated = [p for p in model.parameters() if not getattr(p, "tensor_model_parallel", False)]
     assert len(replicated) >= 4 * LAYERS, "norms and row-parallel biases are replicated"
@@ -53,7 +49,7 @@ def replica_worker(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-        hashes.extend(_digest(parameter) for parameter in replicated)
+        hashes.extend(digest(parameter) for parameter in replicated)
     return hashes, losses[0], losses[-1]
 
 
@@ -76,7 +72,7 @@ def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
     model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32, **full)
     hashes: list[str] = []
     for layer in model.decoder.layers:
-        layer.mlp.register_forward_hook(lambda module, args, output: hashes.append(_digest(output[0])))
+        layer.mlp.register_forward_hook(lambda module, args, output: hashes.append(digest(output[0])))
     losses = [model(**batch(step, rank, BATCH)).mean() for step in range(2)]
     forward, hashes[:] = list(hashes), []
     for loss in losses:

@@ -66,12 +66,14 @@ def trained(model: Model, rank: int, sequence_parallel: bool, recompute: bool = 
 
 @contextlib.contextmanager
 def stand_in():
-    """The stand-in as ``transformer_engine``, behind megatron-core's own look for it."""
+    """The stand-in as ``transformer_engine``, behind megatron-core's own look for it; the ranks' group."""
     start_model_parallel(2)
+    from megatron.core import parallel_state
+
     sys.path.insert(0, str(STAND_IN))
     sys.modules.pop("transformer_engine", None)  # an installed one is hidden where there is no CUDA
     try:
-        yield
+        yield parallel_state.get_tensor_model_parallel_group()
     finally:
         sys.path.remove(str(STAND_IN))
 
@@ -92,12 +94,8 @@ def test_who_defers_weight_gradients(config: dict) -> None:
 
 
 def layers_worker(rank: int, world_size: int, sequence_parallel: bool, fuse: bool, recompute: bool) -> None:
-    with stand_in():
-        from megatron.core import parallel_state
-
+    with stand_in() as group:
         from megatron.compression.tensor_parallel import hooks
-
-        group = parallel_state.get_tensor_model_parallel_group()
 
         def run(codec: str | None, **settings) -> tuple[dict, object]:
             model = Model(rank, group, sequence_parallel=sequence_parallel, fuse=fuse)
@@ -151,12 +149,9 @@ def test_layers(sequence_parallel: bool, fuse: bool, recompute: bool) -> None:
 
 
 def fp8_worker(rank: int, world_size: int) -> None:
-    with stand_in():
-        from megatron.core import parallel_state
-
+    with stand_in() as group:
         from megatron.compression.tensor_parallel import hooks
 
-        group = parallel_state.get_tensor_model_parallel_group()
         results = []
         for codec in (None, "identity", "int8"):
             model = Model(rank, group, sequence_parallel=True, fuse=True, fp8=True)
@@ -186,12 +181,9 @@ def test_gathers_in_fp8_pass() -> None:
 
 
 def late_worker(rank: int, world_size: int) -> None:
-    with stand_in():
-        from megatron.core import parallel_state
-
+    with stand_in() as group:
         from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
 
-        group = parallel_state.get_tensor_model_parallel_group()
         for sequence_parallel in (False, True):
             model = Model(rank, group, sequence_parallel=sequence_parallel, fuse=True)
             engine = TransformerEngineLayers(run_with("identity"))
@@ -234,14 +226,11 @@ def test_weight_gradients_run_behind_exchanges() -> None:
 
 
 def refusals_worker(rank: int, world_size: int) -> None:
-    with stand_in():
-        from megatron.core import parallel_state
-
+    with stand_in() as group:
         from megatron.compression.errors import CompressionConfigError
         from megatron.compression.tensor_parallel import hooks
         from megatron.compression.transformer_engine.hooks import gathered_bytes
 
-        group = parallel_state.get_tensor_model_parallel_group()
         for name, value, flag in (
             ("symmetric_ar_type", "two_shot", "--symmetric-ar-type"),
             ("ub_overlap_ag_fprop", True, "--tp-comm-overlap"),

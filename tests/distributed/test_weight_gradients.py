@@ -75,9 +75,6 @@ def test_halves_are_added_before_ranks_sum_them(results) -> None:
 
 def worker(rank: int, world_size: int) -> dict:
     """All cases."""
-    from megatron import host
-
-    host.install()
     from megatron.core import parallel_state, tensor_parallel
 
     from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot

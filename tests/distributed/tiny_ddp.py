@@ -8,16 +8,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron import host
 from megatron.compression.communication import Policy
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.transport import Transports
 from megatron.compression.data_parallel.config import DataParallelConfig
-from tests.distributed.tiny_gpt import device_of, transformer_config
-
-VOCABULARY = 96
-SEQUENCE = 32
+from tests.distributed.tiny_gpt import SEQUENCE, VOCABULARY, device_of, inputs_of, transformer_config
 
 
 @dataclass(frozen=True)
@@ -159,7 +155,6 @@ def digest(tensor: torch.Tensor) -> str:
 
 def start(rank: int, tensor_ranks: int = 1, instances: int = 1) -> None:
     """Megatron's groups, tensor and data parallelism; on a GPU, kernels that repeat their bits."""
-    host.install()
     from megatron.core import parallel_state, tensor_parallel
 
     if torch.cuda.is_available():
@@ -205,15 +200,7 @@ def batch_of(step: int, rank: int, size: int = 2) -> dict[str, torch.Tensor]:
     for i in range(SEQUENCE):
         follows = (3 * tokens[:, i] + 1) % VOCABULARY
         tokens[:, i + 1] = torch.where(keep[:, i], follows, tokens[:, i + 1])
-    tokens = tokens.to(device_of(rank))
-    positions = torch.arange(SEQUENCE, device=tokens.device).expand(size, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE, device=tokens.device).triu(1).bool()[None, None]
-    return {
-        "input_ids": tokens[:, :-1],
-        "position_ids": positions,
-        "attention_mask": mask,
-        "labels": tokens[:, 1:].contiguous(),
-    }
+    return inputs_of(tokens, rank)
 
 
 def same_everywhere(value: str) -> bool:

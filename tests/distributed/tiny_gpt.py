@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron import host
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import Ledger
@@ -71,7 +70,6 @@ def run_with(
 
 def start_model_parallel(world_size: int) -> None:
     """Megatron's groups with all ranks in one tensor-parallel group, and its random state."""
-    host.install()
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
@@ -155,8 +153,13 @@ def build_tiny_gpt(
 def batch(step: int, rank: int, size: int = 2) -> dict[str, torch.Tensor]:
     """The same random tokens on every rank."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (size, SEQUENCE + 1), generator=generator).to(device_of(rank))
-    positions = torch.arange(SEQUENCE, device=tokens.device).expand(size, -1)
+    return inputs_of(torch.randint(0, VOCABULARY, (size, SEQUENCE + 1), generator=generator), rank)
+
+
+def inputs_of(tokens: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
+    """What a GPT takes, of tokens ``[b, s + 1]``: each is the label of the one before it."""
+    tokens = tokens.to(device_of(rank))
+    positions = torch.arange(SEQUENCE, device=tokens.device).expand(len(tokens), -1)
     mask = torch.ones(SEQUENCE, SEQUENCE, device=tokens.device).triu(1).bool()[None, None]
     return {
         "input_ids": tokens[:, :-1],

@@ -2,23 +2,13 @@
 
 import json
 
-import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.report import Reporter
 from megatron.compression.report.reporter import _by_name, _totals
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    """A process group of this process alone."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+from tests.unit.one_rank import one_rank  # noqa: F401  (a fixture for every test here)
 
 
 def _reporter(directory=None, ledger=None, **settings) -> Reporter:

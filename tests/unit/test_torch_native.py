@@ -11,11 +11,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from megatron.compression.patches import gaps
 from megatron.compression.torch_native.attention import SDPACoreAttention
-from megatron.compression.torch_native.norm import (
-    RowRMSNorm,
-    TorchLayerNorm,
-    TorchRMSNorm,
-)
+from megatron.compression.torch_native.norm import RowRMSNorm, TorchLayerNorm, TorchRMSNorm
 from megatron.compression.torch_native.spec import block_spec, rotary
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
 
