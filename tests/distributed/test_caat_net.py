@@ -8,12 +8,19 @@ import torch
 
 from tests.distributed.caat_net_emulation import EmulatedCaatNet, fill_parameters
 from tests.distributed.spawn import spawn, spawned
-from tests.distributed.tiny_gpt import HIDDEN, LAYERS, batch, build_tiny_gpt, run_with, start_model_parallel
+from tests.distributed.tiny_gpt import (
+    FULL,
+    HIDDEN,
+    LAYERS,
+    batch,
+    build_tiny_gpt,
+    run_with,
+    start_model_parallel,
+)
 
 HEADS = 4
 INT8 = "int8:scales=single"
 INT8_BOUND = 0.02  # of a gradient, relative
-RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 QWEN_LIKE = dict(
     **dict(normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True),
     **dict(num_query_groups=2, gated_linear_unit=True, activation_func=torch.nn.functional.silu),
@@ -114,11 +121,7 @@ def _leave_own_shard(wrapped) -> None:
 
 def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:
     """Each rank's loss and gradients from ``gradients_of`` against autograd in this process."""
-    changes = changes or {}
-    emulation = _emulation(ranks, fraction, changes)
-    tokens = batch(0, 0)["input_ids"].cpu()
-    addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))]
-    sum(addends).backward()
+    emulation, addends = _emulated(ranks, fraction, changes or {})
     for rank, result in enumerate(ranks):
         assert result["loss"] == pytest.approx(addends[rank].item(), rel=1e-12)
         _check_gradients(result["gradients"], emulation, rank)
@@ -126,9 +129,7 @@ def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | 
 
 def check_with_codec(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:
     """As ``check_against_emulation``, to the codec's error; replicas agree and nothing went uncompressed."""
-    emulation = _emulation(ranks, fraction, changes or {})
-    tokens = batch(0, 0)["input_ids"].cpu()
-    sum(_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))).backward()
+    emulation, _ = _emulated(ranks, fraction, changes or {})
     for rank, result in enumerate(ranks):
         for name, gradient in result["gradients"].items():
             expected = emulation.parameter(rank, name).grad
@@ -140,8 +141,9 @@ def check_with_codec(ranks: list[dict], fraction: float, changes: dict | None = 
         assert rows and {row["kind"] for row in rows} == {"compressed"}
 
 
-def _emulation(ranks: list[dict], fraction: float, changes: dict) -> EmulatedCaatNet:
-    return EmulatedCaatNet(
+def _emulated(ranks: list[dict], fraction: float, changes: dict, steps=(0,), replicas: int = 1):
+    """The emulation behind the backward of these batches, and its ranks' addends of the last one's loss."""
+    emulation = EmulatedCaatNet(
         [rank["parameters"] for rank in ranks],
         ranks[0]["replicated"],
         changes.get("num_attention_heads", HEADS),
@@ -150,6 +152,11 @@ def _emulation(ranks: list[dict], fraction: float, changes: dict) -> EmulatedCaa
         changes.get("normalization", "LayerNorm"),
         changes.get("gated_linear_unit", False),
     )
+    for step in steps:
+        logits = emulation.logits(batch(step, 0)["input_ids"].cpu())
+        addends = [_loss_of(x, r) for r, x in enumerate(logits)]
+        (sum(addends) / replicas).backward()
+    return emulation, addends
 
 
 def _check_gradients(gradients: dict, emulation: EmulatedCaatNet, rank: int) -> None:
@@ -162,10 +169,10 @@ def _check_gradients(gradients: dict, emulation: EmulatedCaatNet, rank: int) -> 
 
 GRADIENT_CASES = [
     (0.5, {}, False),
-    (0.3, {**QWEN_LIKE, **RECOMPUTE}, False),
+    (0.3, {**QWEN_LIKE, **FULL}, False),
     (1.0, {}, True),
     (1.0, {}, False),
-    (0.5, RECOMPUTE, False, False, INT8),
+    (0.5, FULL, False, False, INT8),
 ]
 SHARDED = dict(tied=True, recompute_granularity="selective", recompute_modules=["core_attn", "mlp"])
 
@@ -204,11 +211,7 @@ def test_gradients_of_data_parallel_shards() -> None:
     Each rank has the gradients of its own shard, as the distributed optimizer wants them.
     """
     ranks = spawn(four_ranks_worker, 4)
-    emulation = _emulation(ranks[:2], 0.5, SHARDED)
-    for step in range(4):  # two data-parallel ranks, two micro-batches each
-        tokens = batch(step, 0)["input_ids"]
-        addends = [_loss_of(x, r) for r, x in enumerate(emulation.logits(tokens))]
-        (sum(addends) / 2).backward()
+    emulation, _ = _emulated(ranks[:2], 0.5, SHARDED, range(4), replicas=2)  # two micro-batches each
     for stream in range(2):
         of_copies = [ranks[stream]["gradients"], ranks[2 + stream]["gradients"]]
         joined = {}

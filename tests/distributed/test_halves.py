@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from tests.distributed.spawn import spawned
-from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
+from tests.distributed.tiny_gpt import FULL, batch, build_tiny_gpt, run_with, start_model_parallel
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 SEQUENCES = 3  # halves of two and one
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 LLAMA = dict(
     normalization="RMSNorm",

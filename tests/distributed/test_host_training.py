@@ -5,9 +5,8 @@ import os
 import re
 import signal
 
-import torch
-
 from tests.distributed.launch import go_back_to, pretrain, start, tiny_flags
+from tests.distributed.test_matrix import check_replicas
 
 TENSOR = ("--tensor-model-parallel-size", "2")
 
@@ -16,7 +15,7 @@ def test_resume_is_bitwise(tmp_path):
     """With dropout: the resumed run must draw the masks that the uninterrupted one drew."""
     flags = tiny_flags(*TENSOR, "--bf16", "--hidden-dropout", "0.3", "--ckpt-format", "torch")
     whole = pretrain(*flags, "--save", str(tmp_path), "--save-interval", "2")
-    assert_replicas_are_equal(tmp_path / "iter_0000004")
+    check_replicas(whole)  # they are alike only where both ranks drop the same activations
     go_back_to(2, tmp_path)
     resumed = pretrain(*flags, "--load", str(tmp_path))
 
@@ -27,18 +26,6 @@ def test_resume_is_bitwise(tmp_path):
     norms = whole.log("grad norm")
     assert resumed.log("grad norm") == {3: norms[3], 4: norms[4]}
     assert "Traceback" not in whole.output + resumed.output
-
-
-def assert_replicas_are_equal(checkpoint):
-    """Replicated parameters stay equal only where both tensor-parallel ranks drop the same activations."""
-    first, second = (
-        torch.load(checkpoint / f"mp_rank_0{rank}" / "model_optim_rng.pt", weights_only=False)["model"]
-        for rank in range(2)
-    )
-    replicated = [name for name in first if "layernorm" in name and first[name] is not None]
-    assert len(replicated) >= 8
-    for name in replicated:
-        assert torch.equal(first[name], second[name]), name
 
 
 def test_a_signal_saves_and_ends_the_run(tmp_path):

@@ -5,12 +5,14 @@ of the identity codec in place of the tensors (both ways, one way, and from the 
 lossy codecs.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from tests.distributed.spawn import spawned
+from tests.distributed.tiny_gpt import batch, build_gpt, device_of, transformer_config
 
 WORLD = 4
 MICRO_BATCH = 2
@@ -83,6 +85,13 @@ CASES = (
 )
 
 
+def check_the_same(run: dict, plain: dict) -> None:
+    """Gradients, training loss and forward-only loss to the bit; and no message is left."""
+    assert plain["gradients"] and plain["gradients"] == run["gradients"]
+    assert plain["losses"] == run["losses"] and plain["evaluation"] == run["evaluation"]
+    assert run["left"] == 0
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_identity_payloads_change_no_bit(results: list[dict], case: Case) -> None:
     """Same gradients, training loss and forward-only loss; and every message was a payload, or was not."""
@@ -92,9 +101,7 @@ def test_identity_payloads_change_no_bit(results: list[dict], case: Case) -> Non
         assert sent and {row["kind"] for row in sent.values()} == {"off"}
         for name in set(EXACT) & set(case.codecs):
             run = rank[case.name][name]
-            assert plain["gradients"] and plain["gradients"] == run["gradients"]
-            assert plain["losses"] == run["losses"] and plain["evaluation"] == run["evaluation"]
-            assert run["left"] == 0
+            check_the_same(run, plain)
             messages = [row for row in run["ledger"] if row["operation"] == "send"]
             assert len(messages) == len(sent)
             for row in messages:  # fp32 values in fp32 payloads: the same bytes, in as many messages
@@ -113,9 +120,7 @@ def test_lossless_changes_no_bit(results: list[dict], case: Case) -> None:
         runs = [rank[case.name][name] for rank in results]
         for rank, run in zip(results, runs, strict=True):
             plain = rank[case.name]["none"]
-            assert plain["gradients"] and plain["gradients"] == run["gradients"]
-            assert plain["losses"] == run["losses"] and plain["evaluation"] == run["evaluation"]
-            assert run["left"] == 0
+            check_the_same(run, plain)
             calls = {(row["phase"], row["traffic"]): row["calls"] for row in plain["ledger"]}
             sends = [row for row in run["ledger"] if row["operation"] == "send"]
             passes = [{"compressed"}, {"compressed", "overflow"}][run["repeated"]]
@@ -261,8 +266,6 @@ def _build(rank: int, case: Case) -> list:
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
 
-    from tests.distributed.tiny_gpt import build_gpt, device_of, transformer_config
-
     transformer = transformer_config(
         case.tensor,
         num_layers=case.layers,
@@ -285,12 +288,7 @@ def _build(rank: int, case: Case) -> list:
 
 def _batches(rank: int):
     """The same tokens in every run, on the rank's device."""
-    from tests.distributed.tiny_gpt import batch
-
-    step = 0
-    while True:
-        yield batch(step, rank, MICRO_BATCH)
-        step += 1
+    return (batch(step, rank, MICRO_BATCH) for step in itertools.count())
 
 
 def _forward_step(losses: list, loss_scale: float):

@@ -1,4 +1,4 @@
-"""Whole runs with compressed pipeline stages: bytes by hand, evaluation, warm-up."""
+"""Whole runs with compressed pipeline stages: bytes by hand, evaluations with and without the codecs."""
 
 import pytest
 
@@ -61,3 +61,45 @@ def test_repeated_iterations_train_alike(whole: Run) -> None:
     repeated = pretrain(*COMPRESSED, *suspicious.split())
     assert repeated.losses == whole.losses and repeated.parameters == whole.parameters
     assert sent(repeated, "pp.backward")["compressed"][0] == (2 * ITERATIONS - 1) * MESSAGES, "not the first"
+
+
+CODECS = """--taco format=int4 --compression-min-mb 0 --pp-compression tah-quant
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"""
+"""Coarse in both dimensions, and recomputed under no_grad."""
+
+
+def validated(*more: str) -> list[str]:
+    """TP 2 x PP 2, an evaluation every other iteration and two at the end."""
+    return flags("--tensor-model-parallel-size", "2", "--eval-iters", "1", *more)
+
+
+def rows(run: Run, phase: str) -> list[list[dict]]:
+    """The ledger of each rank in a phase, without what never is compressed."""
+    return [
+        [row for row in rank.ledger if row["phase"] == phase and not row["traffic"].endswith("other")]
+        for rank in run.ranks
+    ]
+
+
+def test_evaluations_are_uncompressed_and_training_is_what_it_was(tmp_path) -> None:
+    """Compressed with the flag and without; and an uncompressed evaluation of the former's checkpoint."""
+    saved = str(tmp_path / "saved")
+    words = [*validated(*CODECS.split()), "--save", saved, "--save-interval", "4", "--validate-uncompressed"]
+    exact = pretrain(*words, ranks=4)
+    evaluated = pretrain(*validated("--load", saved), ranks=4)
+    coded = pretrain(*validated(*CODECS.split()), ranks=4)
+    # Losses of validation and test data: to the last bit those of an uncompressed evaluation.
+    found, noisy, plain = (run.ranks[-1].validation for run in (exact, coded, evaluated))
+    assert len(found) == len(noisy) == 4 and len(plain) == 2 and found[2:] == plain
+    assert all(with_flag != without for with_flag, without in zip(found, noisy, strict=True))
+    assert "evaluation sends activations uncompressed (--validate-uncompressed)" in exact.output
+    # Training: losses, parameters and bytes are those without the flag.
+    assert exact.losses == coded.losses and len(exact.losses) == 4 and exact.parameters == coded.parameters
+    assert rows(exact, "train") == rows(coded, "train")
+    assert {row["kind"] for rank in rows(exact, "train") for row in rank} == {"compressed", "off"}
+    # The ledger: evaluations have a kind of their own; four here, two in the uncompressed run.
+    for with_flag, uncompressed in zip(rows(exact, "eval"), rows(evaluated, "eval"), strict=True):
+        assert with_flag and {row["kind"] for row in with_flag} == {"evaluation"}
+        assert {row["kind"] for row in uncompressed} == {"off"}
+        sent = {(row["traffic"], row["operation"]): row["sent_bytes"] for row in with_flag}
+        assert sent == {(row["traffic"], row["operation"]): 2 * row["sent_bytes"] for row in uncompressed}

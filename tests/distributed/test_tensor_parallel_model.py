@@ -9,6 +9,7 @@ import torch
 from tests.distributed.spawn import spawn, spawned
 from tests.distributed.tiny_ddp import digest
 from tests.distributed.tiny_gpt import (
+    FULL,
     HIDDEN,
     LAYERS,
     SEQUENCE,
@@ -68,8 +69,7 @@ def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
     from megatron.compression.tensor_parallel.hooks import unmet_parts
 
     start_model_parallel(world_size)
-    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32, **full)
+    model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32, **FULL)
     hashes: list[str] = []
     for layer in model.decoder.layers:
         layer.mlp.register_forward_hook(lambda module, args, output: hashes.append(digest(output[0])))

@@ -1,5 +1,6 @@
 """The four ways in: an unedited entrypoint, two lines in one's own, ours, and a loop without Megatron's."""
 
+import functools
 import os
 import re
 import sys
@@ -26,26 +27,15 @@ COMPRESSED = {
 }
 
 
-class Runs:
-    """Our entrypoint's runs, made once."""
-
-    def __init__(self) -> None:
-        self.ours: dict[str, Run] = {}
-
-    def train(self, flags: str, script: str = "pretrain_gpt.py", **options) -> Run:
-        words = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
-        ranks = 2 if flags.startswith(TP) and flags.count("parallel-size") == 1 and DP not in flags else 4
-        return pretrain(*words, ranks=ranks, script=script, **options)
-
-    def by_ours(self, flags: str) -> Run:
-        if flags not in self.ours:
-            self.ours[flags] = self.train(flags)
-        return self.ours[flags]
+def train(flags: str, script: str = "pretrain_gpt.py", **options) -> Run:
+    """Three iterations, on the ranks that the layout takes."""
+    words = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
+    ranks = 2 if flags.startswith(TP) and flags.count("parallel-size") == 1 and DP not in flags else 4
+    return pretrain(*words, ranks=ranks, script=script, **options)
 
 
-@pytest.fixture(scope="module")
-def runs() -> Runs:
-    return Runs()
+by_ours = functools.cache(train)
+"""Our entrypoint's runs, made once."""
 
 
 def check_compressed(run: Run, *traffic: str) -> None:
@@ -56,10 +46,10 @@ def check_compressed(run: Run, *traffic: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_unedited_entrypoint(runs: Runs, layout: str) -> None:
+def test_an_unedited_entrypoint(layout: str) -> None:
     """Way 1: losses, parameters and ledger are those of pretrain_gpt.py, to the last bit."""
-    ours = runs.by_ours(LAYOUTS[layout])
-    theirs = runs.train(LAYOUTS[layout], f"{WAYS}/unedited.py", through="megatron/compression/__main__.py")
+    ours = by_ours(LAYOUTS[layout])
+    theirs = train(LAYOUTS[layout], f"{WAYS}/unedited.py", through="megatron/compression/__main__.py")
     assert theirs.losses == ours.losses and len(ours.losses) == 3
     assert theirs.parameters == ours.parameters
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
@@ -67,22 +57,22 @@ def test_an_unedited_entrypoint(runs: Runs, layout: str) -> None:
     check_compressed(theirs, *COMPRESSED[layout])
 
 
-def test_an_unedited_entrypoint_with_a_model_provider(runs: Runs) -> None:
+def test_an_unedited_entrypoint_with_a_model_provider() -> None:
     """Way 1: megatron-core's own layers, made by the script, compress as ours do: the same bytes."""
     layout = LAYOUTS["tensor and pipeline"]
-    ours = runs.by_ours(layout)
+    ours = by_ours(layout)
     script = f"{WAYS}/unedited_provider.py"
-    theirs = runs.train(layout, script, through="megatron/compression/__main__.py")
+    theirs = train(layout, script, through="megatron/compression/__main__.py")
     assert theirs.losses == pytest.approx(ours.losses, rel=2e-3) and len(theirs.losses) == 3
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
     check_replicas(theirs, tied=True)
 
 
-def test_two_lines(runs: Runs) -> None:
+def test_two_lines() -> None:
     """Way 2, with iterations that go uncompressed first: compressed from that iteration on."""
     flags = f"{TP} --compression-start-iteration 2"
-    run = runs.train(flags, f"{WAYS}/two_lines.py")
-    ours = runs.by_ours(flags)
+    run = train(flags, f"{WAYS}/two_lines.py")
+    ours = by_ours(flags)
     assert run.losses == ours.losses
     for rank in run.ranks:
         plain = dict.fromkeys(("warmup", "compressed"), 0)
@@ -102,9 +92,9 @@ def test_the_command_of_the_first_way() -> None:
     assert usage.returncode == 2 and usage.output.splitlines()[-1].startswith("usage: torchrun")
 
 
-def test_linears_with_a_forward_of_their_own_are_refused(runs: Runs) -> None:
+def test_linears_with_a_forward_of_their_own_are_refused() -> None:
     """One line that names the module; without compression they run, and the log says what is not counted."""
-    run = runs.train(f"{SPEC} scaled", check=False)
+    run = train(f"{SPEC} scaled", check=False)
     assert run.returncode != 0 and "Traceback" not in run.output
     assert run.errors and all(
         "--tp-compression cannot compress decoder.layers.0.mlp.linear_fc2: ScaledRow has a forward" in line
@@ -112,9 +102,9 @@ def test_linears_with_a_forward_of_their_own_are_refused(runs: Runs) -> None:
     ), run.output[-3000:]
 
 
-def test_a_linear_of_ones_own_is_named_by_the_audit(runs: Runs) -> None:
+def test_a_linear_of_ones_own_is_named_by_the_audit() -> None:
     """What no site covers is said in the first iteration, with its bytes."""
-    run = runs.train(f"{SPEC} own")
+    run = train(f"{SPEC} own")
     (line,) = [line for line in run.output.splitlines() if "that the ledger does not" in line]
     # two layers and two micro-batches, forward alone: an all-reduce of [32, 2, 64] in fp32 over two ranks
     sent = 2 * 2 * 32 * 2 * 64 * 4

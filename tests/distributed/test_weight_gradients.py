@@ -12,12 +12,11 @@ import torch
 
 from tests.distributed.spawn import spawned
 from tests.distributed.test_pipeline_schedules import ASYNC, Case, _batches, _build, _forward_step
-from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with
+from tests.distributed.tiny_gpt import FULL, batch, build_tiny_gpt, run_with
 
 ITERATIONS = 2
 MICRO_BATCHES = 2
 LINEAR = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer"}
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ VOCABULARY = 96
 SEQUENCE = 32
 HIDDEN = 64
 LAYERS = 2
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+"""Recomputation of every layer."""
 
 
 def device_of(rank: int) -> torch.device:

@@ -1,9 +1,11 @@
-"""SDP4Bit's and TAGC's training tests again, on CUDA devices over NCCL."""
+"""The tests of SDP4Bit, TAGC and FSDP2 again, on CUDA devices over NCCL."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.distributed import test_outer_hop, test_tagc
+from tests.distributed import test_fsdp2, test_outer_hop, test_tagc
 from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import identity_worker
 from tests.distributed.test_data_parallel_nodes import four_ranks_worker
@@ -68,3 +70,16 @@ def test_tagc_learns_and_weights_agree() -> None:
     for everything in spawn(_on_gpu, 4, "training_worker", 50, backend="nccl"):
         for losses in everything:
             assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+
+
+def _fsdp2_on_gpu(rank: int, world_size: int, worker: Callable) -> None:
+    test_fsdp2.DEVICE = "cuda"
+    worker(rank, world_size)
+
+
+@needs(2)
+@pytest.mark.parametrize("worker", [test_fsdp2.learning_worker, test_fsdp2.overflow_worker])
+def test_fsdp2_on_gpus(worker: Callable) -> None:
+    """Its own streams, prefetching, kernels: losses of lossless gathers equal to the last bit, int8 near; a
+    shard that does not fit."""
+    spawn(_fsdp2_on_gpu, 2, worker, backend="nccl")

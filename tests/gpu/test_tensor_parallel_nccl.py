@@ -1,9 +1,11 @@
-"""Tensor and context parallelism's distributed tests again, on CUDA devices over NCCL."""
+"""The distributed tests of tensor and context parallelism and CAAT-Net again, on CUDA devices over NCCL."""
 
 import pytest
 import torch
 
 from tests.distributed.spawn import spawn
+from tests.distributed.test_caat_net import check_against_emulation, gradient_worker
+from tests.distributed.test_caat_net_traffic import check_traffic, traffic_worker
 from tests.distributed.test_collectives import collectives_worker
 from tests.distributed.test_context_parallel import attention_worker, check_ranks
 from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker
@@ -54,3 +56,15 @@ def test_context_parallel_attention() -> None:
     for one, other in zip(*found.values(), strict=True):
         for spec in ("lossless", "int8"):
             assert all(map(torch.equal, one["bits"][spec][0], other["bits"][spec][0])), spec
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_caat_net_gradients(world_size: int) -> None:
+    """fp64 gradients of GPUs against autograd on the CPU."""
+    check_against_emulation(spawn(gradient_worker, world_size, backend="nccl"), 0.5)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_caat_net_traffic_and_replicas(world_size: int) -> None:
+    """The hand count of the bytes; ranks agree on what they share, bit for bit."""
+    check_traffic(spawn(traffic_worker, world_size, backend="nccl"))

@@ -13,19 +13,9 @@ from megatron.compression.communication import Work
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.pipeline_parallel.exchange import SendsInFlight
+from tests.unit.megatron_args import parsed
 
-ARGS = Namespace(
-    cuda_graph_impl="none",
-    pipeline_model_parallel_size=2,
-    tensor_model_parallel_size=2,
-    context_parallel_size=1,
-    sequence_parallel=True,
-    seq_length=64,
-    bf16=True,
-    fp16=False,
-    micro_batch_size=2,
-    hidden_size=256,
-)
+ARGS = parsed(pipeline_model_parallel_size=2, sequence_parallel=True)
 
 
 def names(config: PipelineParallelConfig) -> tuple[str | None, str | None]:

@@ -146,37 +146,10 @@ def test_llama_3_1_is_a_folder() -> None:
     assert "--use-rope-scaling" in flags and "--qk-layernorm" not in flags
 
 
-HEADS, GROUPS, HEAD_DIM, HIDDEN = 6, 2, 4, 10
-
-
-def tiny(family: str, tied: bool = False) -> DenseModel:
-    """Sizes that divide nothing by accident."""
-    sizes = dict(layers=3, hidden=HIDDEN, ffn=14, heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM)
-    return DenseModel(family=family, tied=tied, vocabulary=11, positions=64, **sizes)
-
-
-class Chunk(torch.nn.Module):
-    """Parameters of a model, its vocabulary padded, under Megatron's names."""
-
-    def __init__(self, model: DenseModel) -> None:
-        super().__init__()
-        rows = {"linear_qkv": 40, "linear_fc1": 28, "word_emb": 12, "output_l": 12}
-        for name in weights.sources(model):
-            module = self
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(module, part):
-                    module.add_module(part, torch.nn.Module())
-                module = getattr(module, part)
-            first = next((size for key, size in rows.items() if key in name), 10)
-            shape = (first, HIDDEN) if last == "weight" and "norm" not in name else (first,)
-            module.register_parameter(last, torch.nn.Parameter(torch.randn(shape)))
-
-
 def test_missing_files_and_other_tensors_are_named(tmp_path) -> None:
-    model = tiny("llama")
+    model, chunk = model_from_config(config_of(MODELS["3-8b"]) | {"model_type": "llama"}), torch.nn.Module()
     with pytest.raises(InputError, match=weights.SINGLE):
-        weights.read(Chunk(model), model, tmp_path)
+        weights.read(chunk, model, tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE)
     with pytest.raises(InputError, match="a llama model differ in their tensors: a, lm_head"):
-        weights.read(Chunk(model), model, tmp_path)
+        weights.read(chunk, model, tmp_path)
