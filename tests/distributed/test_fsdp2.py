@@ -16,7 +16,7 @@ from megatron.compression.errors import CompressionConfigError
 from megatron.compression.fsdp2 import Fsdp2Compression, attach
 from tests.distributed.launch import pretrain, start, tiny_flags
 from tests.distributed.spawn import spawn
-from tests.distributed.transport_audit import TransportAudit
+from tests.distributed.transport_audit import TransportAudit, total_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WIDTH = 64
@@ -72,9 +72,7 @@ def train(model: nn.Module, steps: int, micro_batches=1, optimizer=None, first=0
 
 def check_bytes(given: Counter, compression: Fsdp2Compression) -> None:
     """The ledger has what c10d was given, but for the losses and what the check of the first step sums."""
-    counted: Counter[str] = Counter()
-    for row in compression.run.ledger.rows():
-        counted[row["operation"]] += row["sent_bytes"]
+    counted = total_of(compression.run.ledger.rows())
     assert 0 <= given["all_reduce"] - counted["all_reduce"] < 1000
     counted["all_reduce"] = given["all_reduce"]
     assert +counted == +given

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from tests.distributed.spawn import spawn
-from tests.distributed.test_caat_net import check_against_emulation, gradient_worker
-from tests.distributed.test_caat_net_traffic import check_traffic, traffic_worker
+from tests.distributed.test_caat_net import (
+    check_against_emulation,
+    check_traffic,
+    gradient_worker,
+    traffic_worker,
+)
 from tests.distributed.test_collectives import collectives_worker
 from tests.distributed.test_context_parallel import attention_worker, check_ranks
 from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker

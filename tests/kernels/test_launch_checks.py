@@ -1,6 +1,8 @@
-"""What the launches refuse before a kernel would write outside its output."""
+"""taco_kernels by itself: imported without Megatron; what launches refuse before a kernel would write outside
+its output."""
 
-from pathlib import Path
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("triton")
 from taco_kernels import __version__
 from taco_kernels.common.device import capability_as_if
 from taco_kernels.taco import CodecConfig, launch
+from tests.kernels.interpreter import ROOT
 
 CONFIG = CodecConfig("int8")
 
@@ -46,5 +49,38 @@ def test_kernels_as_on_another_architecture() -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    text = (Path(__file__).parents[2] / "taco_kernels" / "pyproject.toml").read_text()
+    text = (ROOT / "taco_kernels" / "pyproject.toml").read_text()
     assert f'version = "{__version__}"' in text
+
+
+PROGRAM = '''
+import importlib, pkgutil, sys
+
+class Refused:
+    """No part of Megatron can be imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("megatron", "transformer_engine", "apex"):
+            raise ImportError(f"{name} is not there")
+
+sys.meta_path.insert(0, Refused())
+import taco_kernels
+for module in pkgutil.walk_packages(taco_kernels.__path__, "taco_kernels."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
+print("alone")
+'''
+
+
+@pytest.mark.slow
+def test_every_sibling_without_megatron() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.stdout.strip() == "alone", result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_nothing_imports_megatron() -> None:
+    for path in (ROOT / "taco_kernels").rglob("*.py"):
+        assert "import megatron" not in path.read_text() and "from megatron" not in path.read_text(), path
