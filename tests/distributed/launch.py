@@ -47,7 +47,6 @@ class Run:
     returncode: int
     output: str
     """Standard output and error of all ranks, interleaved."""
-    seconds: float
     ranks: list[RankResult] = field(default_factory=list)
     """Of ``pretrain``, by rank; empty where the run failed."""
 
@@ -82,7 +81,6 @@ class Started:
 
     processes: list[subprocess.Popen | Forked]
     lines: list[str] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
 
     def read(self, process: subprocess.Popen | Forked) -> None:
         """Collect a process's output in the background: a full pipe would stop it."""
@@ -124,7 +122,7 @@ class Started:
             self.kill()
         codes = [process.returncode for process in self.processes]
         failed = next((code for code in codes if code and code > 0), next((c for c in codes if c), 0))
-        return Run(failed, "".join(self.lines), time.monotonic() - self.began)
+        return Run(failed, "".join(self.lines))
 
     def kill(self) -> None:
         """End every process of this run, and what they started."""

@@ -110,7 +110,7 @@ def test_what_does_not_gain_is_switched_off(tmp_path) -> None:
     assert json.loads((tmp_path / "report/report.json").read_text())["settings"]["auto"]["checked"]
 
 
-def test_lossless_that_was_chosen_does_not_wait(tmp_path) -> None:
+def test_lossless_that_was_chosen_does_not_wait() -> None:
     """Its training steps may be repeated: that is arranged behind the decision."""
     run = pretrain(
         *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters="2"),

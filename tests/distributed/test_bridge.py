@@ -30,16 +30,6 @@ REAL = pytest.mark.skipif(
 )
 
 
-class Tracker:
-    """A SummaryWriter's, kept."""
-
-    def __init__(self) -> None:
-        self.tags: set[str] = set()
-
-    def add_scalar(self, tag: str, value: float, iteration: int) -> None:
-        self.tags.add(tag)
-
-
 def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
     """Two iterations and an evaluation as Megatron-Bridge calls its callbacks, saved, and resumed."""
     os.environ["RANK"] = str(rank)
@@ -64,7 +54,9 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
         own_loop.attach = build
         loop = own_loop.Loop(world_size, 1, None)
         state = SimpleNamespace(train_state=SimpleNamespace(step=step))
-        state.tensorboard_logger, state.wandb_logger = Tracker(), None
+        tags: set[str] = set()
+        state.tensorboard_logger = SimpleNamespace(tags=tags, add_scalar=lambda tag, *_: tags.add(tag))
+        state.wandb_logger = None
         context = SimpleNamespace(state=state, loss_dict={}, skipped_iter=False, total_loss_dict={})
         callback.on_train_start(context)
         return loop, callback, context

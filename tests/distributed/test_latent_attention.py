@@ -1,7 +1,5 @@
 """Multi-latent attention and multi-token prediction over two tensor-parallel ranks against one process."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,36 +95,3 @@ def test_attention_of_megatron_core(found: tuple[dict, list[dict]]) -> None:
         (loss, gradients, rows), ours = ranks[theirs], ranks[theirs[0], CODED]
         assert (loss, rows) == (ours[0], ours[2])
         assert all(torch.equal(gradients[name], value) for name, value in ours[1].items())
-
-
-def regions_worker(rank: int, world_size: int) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.transformer import multi_latent_attention as module
-
-    from megatron.compression.communication.site import CommSite
-    from megatron.compression.patches import communication
-    from megatron.compression.tensor_parallel import layers
-
-    start_model_parallel(world_size)
-    group = parallel_state.get_tensor_model_parallel_group()
-    communication.through_regions(layers.REGIONS)
-    names = ("gather_from_sequence", "gather_from_tensor_model", "scatter_to_sequence")
-    for name in names:
-        function = partial(getattr(module, f"{name}_parallel_region"), group=group)
-        results = []
-        for codec in (None, "none", "identity"):
-            run = run_with(codec or "none")
-            x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-            audit = TransportAudit(world_size)
-            with audit:
-                y = layers._running(codec and CommSite("attention", group, run), function, x)
-                y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)))
-            results.append((y.detach(), x.grad))
-            assert codec is None or total_of(run.ledger.rows()) == audit.sent
-        for y, grad in results[1:]:
-            assert torch.equal(y, results[0][0]) and torch.equal(grad, results[0][1]), name
-
-
-def test_functions_of_megatron_core() -> None:
-    """Each of the three through a site: its bits, forward and backward, and its bytes."""
-    spawn(regions_worker, 2)

@@ -13,6 +13,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from tests.distributed.launch import REPO, Run, pretrain
 from tests.distributed.test_examples import environment, fake, printed
+from tests.distributed.test_matrix import ACTIVATIONS, check_channels
 
 SCRIPT = REPO / "tests" / "data" / "scripts" / "gpt3_175b.sh"
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --initial-loss-scale 65536"
@@ -67,7 +68,5 @@ def test_gpt3(files: Path, tmp_path: Path) -> None:
         assert sorted(one.losses)[-1] == 3 and all(map(math.isfinite, one.losses.values()))
         assert "that the ledger does not know" not in one.output
     assert run.losses == pytest.approx(plain.losses, rel=0.01) and run.losses != plain.losses
-    for channel in ("tp.forward", "tp.backward", "pp.forward", "pp.backward"):
-        rows = [row for rank in run.ranks for row in rank.ledger if row["traffic"] == channel]
-        assert {row["kind"] for row in rows if row["sent_bytes"]} == {"compressed"}, channel
+    check_channels(run, ACTIVATIONS[:4])
     assert "huggingface.co" not in run.output, "no hub is asked for a tokenizer whose files are there"

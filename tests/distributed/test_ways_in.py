@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.launch import Run, environment, launched, pretrain, start, tiny_flags, torchrun
 from tests.distributed.spawn import spawn
-from tests.distributed.test_matrix import check_replicas
+from tests.distributed.test_matrix import check_channels, check_replicas
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 WAYS = "tests/distributed/ways_in"
@@ -38,13 +38,6 @@ by_ours = functools.cache(train)
 """Our entrypoint's runs, made once."""
 
 
-def check_compressed(run: Run, *traffic: str) -> None:
-    """These traffic classes sent payloads and nothing else."""
-    for name in traffic:
-        rows = [row for rank in run.ranks for row in rank.ledger if row["traffic"] == name]
-        assert {row["kind"] for row in rows if row["sent_bytes"]} == {"compressed"}, name
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_unedited_entrypoint(layout: str) -> None:
     """Way 1: losses, parameters and ledger are those of pretrain_gpt.py, to the last bit."""
@@ -54,7 +47,7 @@ def test_an_unedited_entrypoint(layout: str) -> None:
     assert theirs.parameters == ours.parameters
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
     check_replicas(theirs, tied=True)
-    check_compressed(theirs, *COMPRESSED[layout])
+    check_channels(theirs, COMPRESSED[layout])
 
 
 def test_an_unedited_entrypoint_with_a_model_provider() -> None:

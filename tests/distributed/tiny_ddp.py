@@ -33,16 +33,12 @@ class Setup:
     """Of the distributed optimizer; as ``start`` was told."""
     overlap: bool = True
     fp32_gradients: bool = True
-    fusion: bool = False
-    """Weight gradients are added to main_grad by their GEMM."""
     micro_batches: int = 1
     bucket_size: int | None = 20_000
     loss_scale: float | None = None
     """Fixed loss scale of fp16."""
     softmax: str = "vanilla"
     """Megatron's ``softmax_type``."""
-    change: Callable[[torch.nn.Module], None] = lambda model: None
-    """Called with the model before it is wrapped."""
 
 
 class Training:
@@ -59,8 +55,7 @@ class Training:
         policy = Policy(config.rules(setup.start_iteration), ledger, lambda: self.iteration)
         self.run = Run(policy, ledger, transports=Transports(setup.transport, setup.communicators))
         self.gradients = Gradients(config, self.run)
-        self.model = build_model(rank, setup.dtype, setup.fusion, setup.softmax)
-        setup.change(self.model)
+        self.model = build_model(rank, setup.dtype, setup.softmax)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=setup.fp32_gradients,
             overlap_grad_reduce=setup.overlap,
@@ -122,8 +117,7 @@ class Training:
             else:
                 total += self._backward(number, spoil)
         finalize_model_grads([self.ddp])
-        updated, norm, _ = self.optimizer.step()
-        self.norm = norm
+        updated, *_ = self.optimizer.step()
         self.iteration += 1
         return total / count, updated
 
@@ -167,18 +161,15 @@ def start(rank: int, tensor_ranks: int = 1, instances: int = 1) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
-def build_model(rank: int, dtype: torch.dtype, fusion: bool, softmax: str) -> torch.nn.Module:
+def build_model(rank: int, dtype: torch.dtype, softmax: str) -> torch.nn.Module:
     """megatron-core's own GPT of two layers; the same weights on every data-parallel rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
-
-    fill_weight_gradient_slot()
     torch.manual_seed(7)
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    config = transformer_config(ranks, dtype, softmax_type=softmax, gradient_accumulation_fusion=fusion)
+    config = transformer_config(ranks, dtype, softmax_type=softmax)
     spec = get_gpt_layer_local_spec()
     model = GPTModel(config, spec, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=False)
     return model.to(device_of(rank), dtype)

@@ -1,11 +1,14 @@
-"""Patches refuse unexpected symbols and wrap once."""
+"""Patches refuse unexpected symbols and wrap once; torch's Adam is fused where its parameters are on GPUs."""
 
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron.compression.patches.gaps import fuse, fuse_torch_adam
 from megatron.compression.patches.symbols import PatchError, replace
 from tests.distributed.launch import REPO
 
@@ -81,3 +84,32 @@ def test_gradient_bytes(distributed_optimizer, instances, expected) -> None:
     calls = []
     _record_gradient_sync(group, False, lambda traffic, _, *call: calls.append((traffic, *call)))
     assert calls == expected
+
+
+class OnGpu(torch.nn.Parameter):
+    """A CPU parameter that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class OwnAdam(torch.optim.AdamW):
+    """A subclass, which may step in its own way."""
+
+
+def test_adam_is_fused_only_where_every_parameter_is_on_a_gpu() -> None:
+    here, there = torch.nn.Parameter(torch.ones(3)), OnGpu(torch.ones(3))
+    mixed = torch.optim.AdamW([here, there])
+    assert not any(map(fuse, (mixed, OwnAdam([there]), torch.optim.SGD([there]), None)))
+    assert mixed.param_groups[0]["fused"] is None
+    optimizer = torch.optim.AdamW([{"params": [there]}, {"params": [OnGpu(torch.ones(2))], "lr": 0.1}])
+    assert fuse(optimizer) and [group["fused"] for group in optimizer.param_groups] == [True, True]
+    unfused = torch.optim.AdamW([{"params": [OnGpu(torch.ones(3))]}, {"params": [OnGpu(torch.ones(2))]}])
+    optimizer.load_state_dict(unfused.state_dict())  # a checkpoint of before
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+
+
+def test_fusing_adam_is_put_in_once() -> None:
+    fuse_torch_adam()
+    original = MegatronOptimizer.__init__.__wrapped__
+    fuse_torch_adam()
+    assert MegatronOptimizer.__init__.__wrapped__ is original

@@ -145,7 +145,7 @@ def test_where_steps_cannot_be_repeated(words, megatron, reason) -> None:
     assert (found is None) == (reason is None) and (found or "").startswith(reason or "")
 
 
-def test_what_a_run_is_told(monkeypatch) -> None:
+def test_what_a_run_is_told() -> None:
     """Stages cannot ask each other, so they are refused; others wait; in CUDA graphs lossless is off."""
     lines, run = [], run_of()
     for words, megatron, said in (
