@@ -321,6 +321,7 @@ def test_every_channel_is_compressed(tmp_path: Path) -> None:
     errors = {(row["site"], row["traffic"]): row["relative_error"] for row in written["errors"]}
     assert 0.03 < errors["pipeline stage 0", "pp.forward"] < 0.15
     assert 0.005 < errors["pipeline stage 1", "pp.backward"] < 0.05
+    assert written["ledger_by_rank"] == [rank.ledger for rank in whole.ranks]
     summary = written["summary"]
     assert list(summary["dimensions"]) == ["tensor parallel", "data parallel", "pipeline parallel", "all"]
     ratios = {name: row["ratio"] for name, row in summary["dimensions"].items()}
