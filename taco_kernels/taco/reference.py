@@ -209,6 +209,12 @@ def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tenso
     return torch.cat([wires, torch.stack(lists)], dim=1) if lists else wires
 
 
+def values_of(wires: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tensor:
+    """fp32[chunks, groups, G] of chunks of ``groups`` groups, without what lists of outliers add."""
+    q, step = decode_groups(wires, groups, config)
+    return ((hadamard(q) if config.hadamard else q) * step).view(len(wires), groups, -1)
+
+
 def decode(
     wires: torch.Tensor,
     config: CodecConfig,
@@ -223,8 +229,7 @@ def decode(
     chunks, groups = len(wires), chunk // config.group_size
     flat = torch.empty(0, dtype=torch.float32, device=wires.device)
     if chunks * chunk:
-        q, step = decode_groups(wires, groups, config)
-        values = ((hadamard(q) if config.hadamard else q) * step).view(chunks, groups, -1)
+        values = values_of(wires, groups, config)
         if config.outliers:
             rows = zip(values, wires, strict=True)
             values = torch.stack([outliers.add(row, lists_of(wire, groups, config)) for row, wire in rows])
@@ -261,12 +266,7 @@ def decode_sum(
         result = torch.empty(shape, dtype=dtype, device=wires.device)
     else:
         if len(wires) == 2:
-            parts = (
-                decode_groups(wire[None], config.chunk_numel(numel) // config.group_size, config)
-                for wire in wires
-            )
-            one, other = ((hadamard(q) if config.hadamard else q) * step for q, step in parts)
-            total = one + other
+            total = torch.add(*values_of(wires, config.chunk_numel(numel) // config.group_size, config))
         else:
             total = sum_groups(wires, numel, config)
             total = hadamard(total) if config.hadamard else total

@@ -91,14 +91,7 @@ def all_reduce(
     if transport.fuses(codec):
         return transport.fused_all_reduce(x, codec, out)
     if ranks == 2 and codec.one_exchange and (x.dim() > 1 or not codec.sees_shape):
-        once, rows = codec.hops[0], x[None]
-        if once.lossless:
-            once, payload = encode(once, rows, transport)
-        else:
-            payload = once.encode(rows)
-        both, pending = transport.all_gather(payload)
-        into = None if out is None else out[None]
-        return Work(pending, lambda: once.decode_sum(both.unsqueeze(1), x.shape, x.dtype, out=into)[0])
+        return sum_of_two(x, codec.hops[0], transport, out)
     pieces = _pieces(x, codec, ranks)
     first, second, shape, dtype = pieces.first, pieces.second, pieces.shape, x.dtype
     rows = (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
@@ -126,6 +119,20 @@ def all_reduce(
         return Work(pending, decode)
 
     return Work(pending, sum_own_piece, exchanges=2)
+
+
+def sum_of_two(
+    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None, scale: float = 1.0
+) -> Work:
+    """``all_reduce`` between two ranks in one exchange; ``wait`` gives ``scale`` times the sum, in a
+    contiguous ``out`` if given, which may be ``x``."""
+    into, shape, dtype = None if out is None else out[None], x.shape, x.dtype
+    if codec.lossless:
+        codec, payload = encode(codec, x[None], transport)
+    else:
+        payload = codec.encode(x[None])
+    both, pending = transport.all_gather(payload)
+    return Work(pending, lambda: codec.decode_sum(both.unsqueeze(1), shape, dtype, scale, into)[0])
 
 
 def reduce_scatter(

@@ -2,8 +2,7 @@
 
 Source of the scheme: SDP4Bit (arXiv 2410.15526), two-level gradient quantisation. Rank (node, index) first
 sums, over its node, the shards of the ranks with its index on every node; then, over the nodes, its own.
-With one node, or one rank a node, there is one exchange. Sums that all ranks keep are gathered in another
-one; two ranks need none: each sends all that it has, the same bytes.
+With one node, or one rank a node, there is one exchange. Sums that all ranks keep are gathered in another.
 """
 
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, parse_codec
+from megatron.compression.communication.collectives import sum_of_two
 from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.work import Work, join
@@ -87,18 +87,12 @@ class CodecGradientSync(GradientSync):
         self.pieces = [(start, min(start + size, self.shard_numel)) for start in starts]
 
     def start(self) -> Work:
-        self.bucket.record_plain()
-        if self.topology.world_size == 2 and not self.bucket.sharded:
-            return self._start_between_two()
+        bucket, flat = self.bucket, self.bucket.gradients
+        bucket.record_plain()
+        if self.topology.world_size == 2 and not bucket.sharded:
+            return sum_of_two(flat, self.first, bucket.transport(), flat, bucket.scale)
         source = self._source()
         return join([self._start_piece(source, begin, end) for begin, end in self.pieces])
-
-    def _start_between_two(self) -> Work:
-        bucket, whole = self.bucket, self.bucket.gradients[None]
-        transport, shape = bucket.transport(), whole.shape[1:]
-        codec, payload = encode(self.first, whole, transport)
-        both, pending = transport.all_gather(payload)
-        return Work(pending, lambda: codec.decode_sum(both[:, None], shape, whole.dtype, bucket.scale, whole))
 
     def _source(self) -> torch.Tensor:
         """[local, nodes, shard]: element (i, n) is the shard of rank n * local + i, zero padded."""

@@ -97,12 +97,11 @@ def fill_weight_gradient_slot(add_product: Callable) -> None:
 
 
 def keep_buffers_of_layer_graphs() -> None:
-    """Let graphs of layers (``--cuda-graph-impl local``) own their inputs and outputs, as they do without
-    Transformer Engine.
+    """Let graphs of layers (``--cuda-graph-impl local``) own their inputs and outputs.
 
-    Why: where it is installed megatron-core frees inputs that no autograd function of Python has saved,
-    before the backward is captured. torch's norms and products save theirs in C++, so gradients would be
-    wrong. Not reached: Transformer Engine's layers, which save in Python.
+    Why: with Transformer Engine installed megatron-core frees inputs that no autograd function of Python has
+    saved, before the backward is captured. torch's norms and products save theirs in C++, so gradients would
+    be wrong. Not reached: Transformer Engine's layers, which save in Python.
     """
     from megatron.core.transformer import cuda_graphs
 
