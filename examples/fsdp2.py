@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.compression.errors import one_line_errors
 from megatron.compression.fsdp2 import attach
 
-VOCABULARY, SEQUENCE, SAMPLES = 256, 64, 4
+SIZES = {"layers": 2, "hidden": 128, "vocabulary": 256, "sequence": 64, "samples": 4}
 
 
 class Block(nn.Module):
@@ -71,8 +71,8 @@ def main() -> None:
     parser.add_argument(
         "--reduce", default="int8", help="codec of the gradients, or tagc; none: uncompressed"
     )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20)
+    for name, size in {**SIZES, "seed": 1, "steps": 20}.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument(
         "--checkpoint", type=Path, help="folder to resume from, if it has one, and to save to"
     )
@@ -83,7 +83,8 @@ def main() -> None:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     torch.manual_seed(options.seed)
-    model = Transformer(2, 128, 4, VOCABULARY, SEQUENCE).to(kind)
+    heads = max(4, options.hidden // 128)
+    model = Transformer(options.layers, options.hidden, heads, options.vocabulary, options.sequence).to(kind)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     compression = attach(model, options.gather, options.reduce)
@@ -102,8 +103,8 @@ def main() -> None:
     for step in range(int(done), int(done) + options.steps):
         start = time.perf_counter()
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
-        first = torch.randint(VOCABULARY, (SAMPLES, 1), generator=generator)
-        tokens = (first + 3 * torch.arange(SEQUENCE + 1)) % VOCABULARY  # each follows from the last
+        first = torch.randint(options.vocabulary, (options.samples, 1), generator=generator)
+        tokens = (first + 3 * torch.arange(options.sequence + 1)) % options.vocabulary  # each by the last
         loss = model(tokens.to(kind))
         loss.backward()
         optimizer.step()
