@@ -68,14 +68,10 @@ def main() -> None:
     """Train, and print each step's loss and time, and what has been sent."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gather", default="lossless", help="codec of the weights; none: uncompressed")
-    parser.add_argument(
-        "--reduce", default="int8", help="codec of the gradients, or tagc; none: uncompressed"
-    )
+    parser.add_argument("--reduce", default="int8", help="of the gradients, or tagc; none: uncompressed")
     for name, size in {**SIZES, "seed": 1, "steps": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument(
-        "--checkpoint", type=Path, help="folder to resume from, if it has one, and to save to"
-    )
+    parser.add_argument("--checkpoint", type=Path, help="folder to resume from, if it has one, and save to")
     options = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":

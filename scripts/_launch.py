@@ -83,10 +83,12 @@ def torchrun(
     log: Path,
     show: Callable[[str], float | None] = lambda line: None,
     limit: float | None = None,
+    rate: str = "",
     **environment: str,
 ) -> None:
     """Run ranks of a script on this host to their end, output to ``log``, each line of it given to ``show``.
     After ``limit`` seconds the ranks are ended; what ``show`` returns is a new limit from then on.
+    ``rate``: of the link between two nodes of two_nodes.sh, each with half of them.
 
     Raises: RuntimeError: they failed or were ended; has the log's end.
     """
@@ -100,7 +102,10 @@ def torchrun(
         timer.start()
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    if rate:
+        command, environment["RANKS"] = [str(ROOT / "scripts/two_nodes.sh"), rate], str(ranks // 2)
     command += [str(ROOT / script), *map(str, words)]
+    environment["PYTHON"] = sys.executable
     shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     log.parent.mkdir(parents=True, exist_ok=True)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}

@@ -1,14 +1,11 @@
 """Iteration time of a model with and without compression, by link, on one host: any shape, any layout.
 
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
-    python scripts/bench_end_to_end.py --shape qwen2.5-7b --tensor-parallel 2 --sequence-parallel
     python scripts/bench_end_to_end.py --shape 1.3b --tensor-parallel 2 --pipeline-parallel 2 \\
         --data-parallel 2 --codecs none "none --compression taco-paper" "none --compression auto" none
     python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
     python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
         --codecs none "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1" tagc
-    python scripts/bench_end_to_end.py --tensor-parallel 2 --regimes pcie --codecs none int6 \\
-        "none --tp-compression-overlap halves" "int6 --tp-compression-overlap halves"
 
 A codec of --codecs is that of the first of these with more than one rank: expert, tensor, context,
 pipeline, data; flags after it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models,
@@ -23,6 +20,7 @@ A regime is a kind of link, by NCCL's own switches:
     nvlink      as it is
     pcie        NCCL_P2P_DISABLE=1: through host memory
     ethernet    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1: TCP
+    10gbit      any rate: TCP between two nodes that two_nodes.sh makes of this host; needs root, ip and tc
 
 Settings that differ in their codecs alone share a run where the dimension allows it, a block of iterations
 each. Both sides of every comparison use as many communicators: the uncompressed collectives are split as
@@ -138,7 +136,7 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     )
     add = parser.add_argument
     add("--codecs", nargs="+", help=f"settings, one after the other: {SETTINGS_HELP}")
-    add("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    add("--regimes", nargs="+", type=regime, default=list(REGIMES))
     add("--communicators", type=int, default=1, help="over which each message is sent, compressed or not")
     add("--iterations", type=int, default=13, help=f"of a block; the first {WARM_UP} are not timed")
     add("--cuda-graphs", nargs="+", choices=GRAPHS, default=["none"], help="none is eager")
@@ -184,6 +182,13 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
         return options, flags_of(options), tuple(traffic)
     except ValueError as error:
         parser.error(str(error))
+
+
+def regime(text: str) -> str:
+    """A name of REGIMES, or a rate as tc writes it. Raises: ValueError: neither."""
+    if text not in REGIMES and not re.fullmatch("[0-9]+[mg]bit", text):
+        raise ValueError(text)
+    return text
 
 
 def untimed(graphs: str) -> int:
@@ -264,12 +269,14 @@ def _run(
             made += 1
             return AT_THE_END if made == len(settings) else options.limit
 
-        environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
+        environment = {**REGIMES.get(regime, {}), _ORDER: json.dumps(order), **first.environment}
+        rate = "" if regime in REGIMES else regime
         environment["MEGATRON_COMPRESSION_COMMUNICATORS"] = str(options.communicators)
         words += ["--compression-report", report]
         log = Path(folder, "log.txt")
         try:
-            torchrun(options.ranks, Path(__file__).resolve(), words, log, show, options.limit, **environment)
+            script, limit = Path(__file__).resolve(), options.limit
+            torchrun(options.ranks, script, words, log, show, limit, rate, **environment)
         except RuntimeError as error:
             where = settings[made].text if made < len(settings) else "after the last row"
             print(f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True)
