@@ -29,7 +29,7 @@ MODES = {"none": "eager", "full_iteration": "graphs", "local": "graphs of layers
 NODE = " MEGATRON_COMPRESSION_NODE_SIZE=1"
 KEY = ("link", "layout", "mode", "model", "batch", "codec")
 TIMES = ("none", "none_least", "none_most", "ms", "least", "most")
-DRAWN = ("int8", "experts-8bit", "sdp4bit", "pipeline-6bit", "taco", "compression auto")
+DRAWN = ("pipeline-6bit", "experts-8bit", "sdp4bit", "int8", "taco", "compression auto")
 """The picture has the first of these that was measured, for each link, layout, mode and model."""
 
 
@@ -93,27 +93,34 @@ def filled(text: str, rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """One horizontal bar a row: solid from 1 to the speed-up, pale over its range."""
+    """One horizontal bar a link, layout and mode: solid from 1 to its models' speed-ups, pale: ranges."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    first: dict[tuple, dict] = {}
-    for codec in DRAWN:
+    bars: dict[tuple, dict[tuple, dict]] = {}
+    for codec in reversed(DRAWN):
         for row in rows:
             if row["codec"] == codec and "SP" not in row["layout"]:
-                first.setdefault(tuple(row[name] for name in KEY[:4]), row)
-    rows = [row for row in reversed(rows) if row in first.values()]
-    figure, axes = plt.subplots(figsize=(9, 0.31 * len(rows) + 1.2))
-    for place, row in enumerate(rows):
-        speed, low, high = (float(row[name]) for name in ("speed", "low", "high"))
-        colour = LINKS[row["link"]]
-        axes.barh(place, speed - 1, left=1, color=colour, height=0.7)
+                where, model = [tuple(row[name] for name in part) for part in (KEY[:3], KEY[3:5])]
+                bars.setdefault(where, {})[model] = row
+    bars = dict(sorted(bars.items(), key=lambda bar: ([*LINKS].index(bar[0][0]), bar[0]), reverse=True))
+    figure, axes = plt.subplots(figsize=(9, 0.31 * len(bars) + 1.2))
+    names = []
+    for place, (where, models) in enumerate(bars.items()):
+        least, most, low, high = (
+            of(float(row[name]) for row in models.values())
+            for name, of in (("speed", min), ("speed", max), ("low", min), ("high", max))
+        )
+        colour, begin = LINKS[where[0]], min(least, 1)
+        axes.barh(place, max(most, 1) - begin, left=begin, color=colour, height=0.7)
         axes.barh(place, high - low, left=low, color=colour, alpha=0.4, height=0.7)
-        axes.text(max(high, 1) + 0.015, place, row["speed"], va="center", fontsize=9)
-    names = ["{link}, {layout}, {mode}, {model}: {codec}".format(**row) for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=9)
+        text = f"{least:.2f}" + f" - {most:.2f}" * (most > least)
+        axes.text(max(high, 1) + 0.015, place, text, va="center", fontsize=9)
+        codecs = "/".join(dict.fromkeys(row["codec"] for row in models.values()))
+        names.append(f"{', '.join(where)}, {len(models)} run{'s' * (len(models) > 1)}: {codecs}")
+    axes.set_yticks(range(len(bars)), names, fontsize=9)
     axes.axvline(1, color="black", linewidth=0.9)
     axes.set_xlabel("iterations a second, uncompressed = 1; pale: range")
     axes.spines[["top", "right", "left"]].set_visible(False)
