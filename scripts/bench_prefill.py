@@ -6,8 +6,7 @@
 
 Shapes, regimes and settings are those of bench_end_to_end.py. One prompt of each length goes through the
 whole model; the output layer computes the last position alone. Each setting is timed eager and as one CUDA
-graph. Decode steps send a few KiB a layer: latency, not bytes, decides there, and compression leaves them
-alone (--compression-min-mb). A CAAT-Net is another model, so it is a run of its own: compare times only.
+graph. A CAAT-Net is another model, so it is a run of its own: compare times only.
 """
 
 import argparse

@@ -109,10 +109,10 @@ def draw(rows: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 0.31 * len(bars) + 1.2))
     names = []
     for place, (where, models) in enumerate(bars.items()):
-        least, most, low, high = (
-            of(float(row[name]) for row in models.values())
-            for name, of in (("speed", min), ("speed", max), ("low", min), ("high", max))
+        speed, lows, highs = (
+            [float(row[name]) for row in models.values()] for name in ("speed", "low", "high")
         )
+        least, most, low, high = min(speed), max(speed), min(lows), max(highs)
         colour, begin = LINKS[where[0]], min(least, 1)
         axes.barh(place, max(most, 1) - begin, left=begin, color=colour, height=0.7)
         axes.barh(place, high - low, left=low, color=colour, alpha=0.4, height=0.7)
