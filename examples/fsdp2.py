@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.compression.errors import one_line_errors
 from megatron.compression.fsdp2 import attach
 
-SIZES = {"layers": 2, "hidden": 128, "vocabulary": 256, "sequence": 64, "samples": 4}
+SIZES = {"--layers": 2, "--hidden": 128, "--vocabulary": 256, "--sequence": 64, "--samples": 4}
 
 
 class Block(nn.Module):
@@ -69,8 +69,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gather", default="lossless", help="codec of the weights; none: uncompressed")
     parser.add_argument("--reduce", default="int8", help="of the gradients, or tagc; none: uncompressed")
-    for name, size in {**SIZES, "seed": 1, "steps": 20}.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
+    for name, size in {**SIZES, "--seed": 1, "--steps": 20}.items():
+        parser.add_argument(name, type=int, default=size)
     parser.add_argument("--checkpoint", type=Path, help="folder to resume from, if it has one, and save to")
     options = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"

@@ -271,8 +271,7 @@ def _run(
         words += ["--compression-report", report]
         log = Path(folder, "log.txt")
         try:
-            script, limit = Path(__file__).resolve(), options.limit
-            torchrun(options.ranks, script, words, log, show, limit, rate, **environment)
+            torchrun(options.ranks, __file__, words, log, show, options.limit, rate, **environment)
         except RuntimeError as error:
             where = settings[made].text if made < len(settings) else "after the last row"
             print(f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True)

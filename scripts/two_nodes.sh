@@ -5,8 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ "${1:-}" =~ ^[0-9]+[mg]bit$ && -n "${2:-}" ]] || { sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 2; }
-rate=$1 ranks=${RANKS:-1} burst=256k nodes=()
-shift
+rate=$1 ranks=${RANKS:-1} burst=256k nodes=() && shift
 [[ $rate == *gbit ]] && burst=${rate%gbit}m
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 finish() {
@@ -20,13 +19,12 @@ for node in 1 2; do
     ip netns add taco$node.$$
     ip link set taco$node.$$ netns taco$node.$$
     ip -n taco$node.$$ addr add 10.77.0.$node/24 dev taco$node.$$
-    ip -n taco$node.$$ link set taco$node.$$ up
-    ip -n taco$node.$$ link set lo up
+    for device in taco$node.$$ lo; do ip -n taco$node.$$ link set $device up; done
     ip netns exec taco$node.$$ tc qdisc add dev taco$node.$$ root tbf rate "$rate" burst $burst latency 50ms
 done
 for node in 2 1; do
-    devices=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((2 * ranks - 1)))}
-    devices=$(cut -d, -f$(((node - 1) * ranks + 1))-$((node * ranks)) <<<"$devices")
+    all=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((2 * ranks - 1)))}
+    devices=$(cut -d, -f$(((node - 1) * ranks + 1))-$((node * ranks)) <<<"$all")
     ip netns exec taco$node.$$ env CUDA_VISIBLE_DEVICES="$devices" NCCL_HOSTID=node$node NCCL_IB_DISABLE=1 \
         NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=taco$node.$$ GLOO_SOCKET_IFNAME=taco$node.$$ \
         "$python" -m torch.distributed.run --nnodes 2 --node-rank $((node - 1)) --nproc-per-node "$ranks" \

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import (
-    TorchTransport,
-    Transports,
+from megatron.compression.communication import TorchTransport, Transports
+from megatron.compression.communication.collectives import (
     all_gather,
     all_reduce,
     fp32_all_reduce,
