@@ -103,9 +103,9 @@ def torchrun(
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     if rate:
-        command, environment["RANKS"] = [str(ROOT / "scripts/two_nodes.sh"), rate], str(ranks // 2)
+        command = [str(ROOT / "scripts/two_nodes.sh"), rate]
+        environment |= {"RANKS": str(ranks // 2), "PYTHON": sys.executable}
     command += [str(ROOT / script), *map(str, words)]
-    environment["PYTHON"] = sys.executable
     shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     log.parent.mkdir(parents=True, exist_ok=True)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}

@@ -174,8 +174,8 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     if spread == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
     for one in options.regimes:
-        if one not in REGIMES and not re.fullmatch("[0-9]+[mg]bit", one):
-            parser.error(f"--regimes {one}: give {', '.join(REGIMES)} or a rate such as 10gbit")
+        if one not in REGIMES and (options.ranks % 2 or not re.fullmatch("[0-9]+[mg]bit", one)):
+            parser.error(f"--regimes {one}: give {', '.join(REGIMES)} or, for even ranks, a rate as 10gbit")
     options.codecs = options.codecs or CODECS[spread[0]]
     names = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
     traffic = [f"{names[one]}.{way}" for one in spread if one != "data" for way in ("forward", "backward")]

@@ -4,9 +4,9 @@
     python scripts/bench_prefill.py --shape qwen2.5-7b --regimes pcie --tokens 1024 4096 --codecs none int6
     python scripts/bench_prefill.py --codecs none "none --caat-net-sync-fraction 0.5"
 
-Shapes, regimes and settings are those of bench_end_to_end.py. One prompt of each length goes through the
-whole model; the output layer computes the last position alone. Each setting is timed eager and as one CUDA
-graph. A CAAT-Net is another model, so it is a run of its own: compare times only.
+Shapes, settings and NCCL's regimes are those of bench_end_to_end.py. One prompt of each length goes through
+the whole model; the output layer computes the last position alone. Each setting is timed eager and as one
+CUDA graph. A CAAT-Net is another model, so it is a run of its own: compare times only.
 """
 
 import argparse

@@ -30,7 +30,7 @@ NODE = " MEGATRON_COMPRESSION_NODE_SIZE=1"
 KEY = ("link", "layout", "mode", "model", "batch", "codec")
 TIMES = ("none", "none_least", "none_most", "ms", "least", "most")
 DRAWN = ("pipeline-6bit", "experts-8bit", "sdp4bit", "int8", "taco", "compression auto")
-"""The picture has the first of these that was measured, for each link, layout, mode and model."""
+"""The picture has the first of these that was measured, for each link, layout, mode, model and batch."""
 
 
 def place(row: dict) -> tuple[str, ...]:
@@ -100,12 +100,11 @@ def draw(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     bars: dict[tuple, dict[tuple, dict]] = {}
-    for codec in reversed(DRAWN):
-        for row in rows:
-            if row["codec"] == codec and "SP" not in row["layout"]:
-                where, model = [tuple(row[name] for name in part) for part in (KEY[:3], KEY[3:5])]
-                bars.setdefault(where, {})[model] = row
-    bars = dict(sorted(bars.items(), key=lambda bar: ([*LINKS].index(bar[0][0]), bar[0]), reverse=True))
+    for row in reversed(rows):
+        if row["codec"] in DRAWN and "SP" not in row["layout"]:
+            where, model = [tuple(row[name] for name in part) for part in (KEY[:3], KEY[3:5])]
+            other = bars.setdefault(where, {}).setdefault(model, row)
+            bars[where][model] = min(row, other, key=lambda one: DRAWN.index(one["codec"]))
     figure, axes = plt.subplots(figsize=(9, 0.31 * len(bars) + 1.2))
     names = []
     for place, (where, models) in enumerate(bars.items()):

@@ -7,7 +7,7 @@ from tests.distributed.launch import environment, launched
 SCRIPT = """
 import sys, threading, time
 import torch, torch.distributed as dist
-{loaded}
+import megatron.compression.communication
 
 class Slow(torch.Tensor):
     def __del__(self):  # keeps the thread of gloo that drops the last reference at work
@@ -28,6 +28,5 @@ sys.exit(3)
 
 def test_threads_of_gloo_drop_their_tensors_before_the_interpreter_ends() -> None:
     """Else the process aborts; the exit status stays the script's."""
-    script = SCRIPT.format(loaded="import megatron.compression.communication")
-    run = launched([sys.executable, "-c", script], environment()).finish(60)
+    run = launched([sys.executable, "-c", SCRIPT], environment()).finish(60)
     assert run.returncode == 3 and "dropped" in run.output, run.output[-2000:]
