@@ -269,5 +269,5 @@ class BridgeCompression:
             iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
             state = {"config": self.config.asdict(), **self.compression.state()}
             (folder / f"iter_{iteration:07d}" / STATE_FILE).write_text(json.dumps(state))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             print_on_first_rank(f"compression: its state was not saved ({error}); training goes on")

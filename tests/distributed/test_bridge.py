@@ -72,8 +72,9 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
     callback.on_eval_start(context)
     evaluating = ledger.evaluating
     callback.on_eval_end(context)
-    (Path(folder) / "iter_0000002").mkdir(exist_ok=True)
-    (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
+    if rank == 0:  # as Megatron-Bridge: the first rank alone writes the tracker, and reads it
+        (Path(folder) / "iter_0000002").mkdir()
+        (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
     callback.on_checkpoint_save(context)
     torch.distributed.barrier()
     from megatron.core import parallel_state
