@@ -9,7 +9,7 @@ rate=$1 ranks=${RANKS:-1} burst=256k nodes=() && shift
 [[ $rate == *gbit ]] && burst=${rate%gbit}m
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 finish() {
-    { kill "${nodes[@]}" && wait; } 2>/dev/null || true
+    { kill "${nodes[@]}" && wait; ip link del taco1.$$; } 2>/dev/null || true  # its pair: where no namespace holds it
     for node in 1 2; do ip netns del taco$node.$$; done
 }
 trap finish EXIT
