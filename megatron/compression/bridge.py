@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.compression import graphs, repetition
 from megatron.compression.codecs.registry import settings_of
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.communication.ledger import captures
 from megatron.compression.compression import STATE, Compression, groups_by_dimension
 from megatron.compression.config import CompressionConfig, train_iterations
 from megatron.compression.dimension import FLAGS, naming_flags, print_on_first_rank, renaming
@@ -154,7 +153,6 @@ class BridgeCompression:
         """There is one once the model is built."""
         self._state: Any = None
         self._seconds = self._began = 0.0
-        self._trained: bool = cfg.validation.skip_train
         for when, hook in (("pre", self._attach_model), ("post", self._attach_wrapped)):
             if hasattr(cfg.model, f"{when}_wrap_hooks"):  # a ModelConfig
                 getattr(cfg.model, f"{when}_wrap_hooks").append(hook)
@@ -231,8 +229,6 @@ class BridgeCompression:
     def on_train_end(self, context: Any) -> None:
         """Write the report."""
         self._reporter.finish()
-        self._trained = True
-        self._free_graphs("do_valid", "do_test")
 
     def on_eval_start(self, context: Any, split: str = "valid") -> None:
         """Count an evaluation's traffic separately."""
@@ -246,19 +242,8 @@ class BridgeCompression:
     def on_eval_end(self, context: Any) -> None:
         """Store the evaluation's losses."""
         self._reporter.after_evaluate(context.total_loss_dict)
-        if self._trained:
-            self._free_graphs("do_test")
 
-    def on_test_end(self, context: Any) -> None:
-        """As for a validation; a test is the last."""
-        self._reporter.after_evaluate(context.total_loss_dict)
-        self._free_graphs()
-
-    def _free_graphs(self, *following: str) -> None:
-        """Free CUDA graphs unless an evaluation follows: Megatron-Bridge frees those of training alone, and
-        destroying the process groups waits for all."""
-        if not any(getattr(self._state.train_state, name) for name in following):
-            captures.release()
+    on_test_end = on_eval_end
 
     def on_checkpoint_save(self, context: Any) -> None:
         """Save what a resume needs; the tracker names the iteration, which a save in the background began."""

@@ -19,7 +19,6 @@ from megatron.compression import flags, graphs, repetition
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.caat_net.config import check_checkpoint
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.communication.ledger import captures
 from megatron.compression.compression import STATE, Compression, groups_by_dimension
 from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
@@ -190,7 +189,7 @@ def _follow(
 
     loop.before_training(_log.show)
     loop.around_evaluate(before_evaluate, reporter.after_evaluate)
-    loop.on_training_end(reporter.finish, captures.release)
+    loop.on_training_end(reporter.finish)
 
     resumed = False
 

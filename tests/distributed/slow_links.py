@@ -79,26 +79,27 @@ def tell_decisions() -> None:
     """
     from megatron.compression.auto import measurement, plan
     from megatron.compression.auto.automatic import Automatic
-    from megatron.compression.patches import loop
+    from megatron.compression.report import Reporter
 
     plan.BLOCK, plan.WARM_UP = 2, 1
     plan.time = measurement.time = clock
-    begin, created = Automatic._begin, Automatic.__init__
+    begin, created, finish = Automatic._begin, Automatic.__init__, Reporter.finish
+    decided = []
 
-    def begun(self, decided):
+    def begun(self, plan):
         global training
-        begin(self, decided)
+        begin(self, plan)
         training = True
 
     def init(self, *args, **kwargs):
         created(self, *args, **kwargs)
+        decided.append(self)
 
-        def tell() -> None:
-            print(f"rank {dist.get_rank()} decided {json.dumps(asdict(self.plan))}", flush=True)
+    def tell(self) -> None:
+        finish(self)
+        print(f"rank {dist.get_rank()} decided {json.dumps(asdict(decided[-1].plan))}", flush=True)
 
-        loop.on_training_end(tell)
-
-    Automatic._begin, Automatic.__init__ = begun, init
+    Automatic._begin, Automatic.__init__, Reporter.finish = begun, init, tell
 
 
 def main() -> None:

@@ -106,19 +106,3 @@ def test_another_container_is_refused_when_training_starts() -> None:
     callback = bridge.attach(container(), tp="int8")
     with pytest.raises(CompressionConfigError, match="give both the same object"):
         callback.on_train_start(SimpleNamespace(state=None))
-
-
-@pytest.mark.parametrize(
-    "follows, last", [((), "train"), (("do_valid",), "eval"), (("do_valid", "do_test"), "test")]
-)
-def test_graphs_are_freed_after_the_last_evaluation(follows: tuple, last: str, monkeypatch) -> None:
-    freed, order = [], ["eval", "train", *(name.replace("do_valid", "eval")[-4:] for name in follows)]
-    callback = bridge.attach(container(), tp="int8")
-    callback._reporter = SimpleNamespace(finish=lambda: None, after_evaluate=lambda losses: None)
-    callback._state = SimpleNamespace(train_state=SimpleNamespace(do_valid=False, do_test=False))
-    vars(callback._state.train_state).update(dict.fromkeys(follows, True))
-    context = SimpleNamespace(total_loss_dict={})
-    for place, event in enumerate(order):
-        monkeypatch.setattr(bridge.captures, "release", lambda now=(place, event): freed.append(now))
-        getattr(callback, f"on_{event}_end")(context)
-    assert freed == [(len(order) - 1, last)]

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.compression.patches import loop
 from taco_kernels.common.graph_events import GraphObserver, observe
 
 TRAFFIC = {
@@ -109,6 +110,7 @@ class Ledger:
         self.evaluating = False
         """Set during evaluation: its traffic is kept separate from the training iterations'."""
         observe(captures)
+        loop.before_process_groups_end(captures.release)
 
     def record(
         self,

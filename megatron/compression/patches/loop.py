@@ -9,7 +9,6 @@ from typing import Any
 from megatron.compression.patches.symbols import around, follow, put
 
 _after_validating: list[Callable[[Namespace], None]] = []
-_at_the_end: list[Callable[[], None]] = []
 
 
 def after_validating_arguments(*after: Callable[[Namespace], None]) -> None:
@@ -197,19 +196,32 @@ _CHECKED = ("rerun_requested", "failed_validation_call", "initial_result", "larg
 """What a pass's results change in megatron-core's machine."""
 
 
-def on_training_end(*after: Callable[[], None]) -> None:
-    """Call each ``after()`` once when ``pretrain`` ends, normally or by an early exit, with process groups.
+def before_process_groups_end(release: Callable[[], None]) -> None:
+    """Call ``release()`` before the job's process groups are destroyed.
+
+    Why: NCCL waits for CUDA graphs that hold its kernels, whoever has captured them. Not reached: a group
+    destroyed by itself, and who has imported the function by name.
+    """
+    from torch import distributed
+
+    def destroy(destroy_process_group, group=None):
+        if group in (None, distributed.group.WORLD):
+            release()
+        destroy_process_group(group)
+
+    around(distributed, "destroy_process_group", ("group",), destroy)
+
+
+def on_training_end(after: Callable[[], None]) -> None:
+    """Call ``after()`` when ``pretrain`` ends, normally or by an early exit, with process groups.
 
     Why: an early exit (``--exit-interval``) leaves by ``sys.exit``, after Megatron's own last call. Not
     reached: errors.
     """
     from megatron.training import one_logger_utils
 
-    _at_the_end.extend(one for one in after if one not in _at_the_end)
-
     def run(result: Any, given: dict) -> None:
-        while _at_the_end:
-            _at_the_end.pop(0)()
+        after()
 
     follow(one_logger_utils, "finish", (), run)
 
