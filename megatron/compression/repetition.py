@@ -58,7 +58,8 @@ class Repetition:
 def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[str], None]) -> None:
     """Have training passes repeated in a run that has a lossless codec; else do nothing."""
     rules = run.policy.rules.items()  # updated weights are asked about at the optimizer's step
-    if not any(getattr(rule.codec, "lossless", False) for name, rule in rules if name != "dp.weight"):
+    codecs = [codec for name, rule in rules if name != "dp.weight" for codec in rule.codecs]
+    if not any(getattr(codec, "lossless", False) for codec in codecs):
         return
     if args.cuda_graph_impl != "none":
         overflow.state = State.OFF

@@ -151,6 +151,7 @@ def test_what_a_run_is_told() -> None:
     for words, megatron, said in (
         (["--tp-compression", "lossless"], dict(rerun_mode="disabled"), "the host waits before each message"),
         (["--tp-compression", "lossless"], dict(cuda_graph_impl="local"), "lossless is off: in a CUDA graph"),
+        (["--tp-compression", "int6;fc2=lossless"], dict(cuda_graph_impl="local"), "lossless is off"),
     ):
         args = parsed(*words, rerun_mode="validate_results", fp8=None)
         run.policy.rules = (config := flags.resolve(args)).rules()

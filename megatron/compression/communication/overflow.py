@@ -6,7 +6,7 @@ Three states of the process, the same on every rank:
   once at the pass's end; a pass with an overflow is repeated, lossless codecs off.
 - ``OFF``, in that repeated pass and in CUDA graphs: the policy decides for no lossless codec.
 - ``ASKED``, elsewhere (evaluation, loops of one's own): before payloads are sent the ranks reduce the flag
-  and the host reads it. Between pipeline stages, where one side cannot ask the other, lossless is off.
+  and the host reads it. Where it cannot, between pipeline stages and in a capture, lossless is off.
 """
 
 import enum
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.base import Shape
+from megatron.compression.communication.ledger import captures
 from megatron.compression.communication.transport import TorchTransport
 
 
@@ -62,7 +63,7 @@ class Overflow:
         """Whether lossless codecs of a traffic class are off. Updated weights, which are sent outside passes,
         are asked about at each optimizer step (data_parallel/weights.py)."""
         if self.state is State.ASKED:
-            return traffic.startswith("pp.")
+            return traffic.startswith("pp.") or captures.captured is not None
         return self.state is State.OFF and traffic != "dp.weight"
 
 
