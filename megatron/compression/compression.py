@@ -145,10 +145,7 @@ class Compression:
     def on_training_log(self, iteration: int, log_interval: int) -> None:
         """After an iteration, counted from 1: let the error bound decide at the log interval."""
         meter = self.run.policy.meter
-        if meter.bound is None:
-            return
-        meter.interval = log_interval
-        if iteration % log_interval:
+        if meter.bound is None or iteration % log_interval:
             return
         sharing = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         new = meter.decide(sharing, parallel_state.get_pipeline_model_parallel_group())

@@ -23,22 +23,31 @@ LAUNCHED, REPLAYED = 300e-6, 80e-6
 
 @pytest.mark.parametrize(("failure", "other"), [(None, None), ("refused\nmore", None), (None, "refused")])
 def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other) -> None:
-    """Else eager calls, on all ranks, with a rank's reason."""
-    now, calls = [0.0], []
+    """Else eager calls, on all ranks, with a rank's reason. As torch does, a capture that fails leaves its
+    stream the current one."""
+    now, calls, current = [0.0], [], ["training's"]
 
     @contextlib.contextmanager
     def capture(graph, capture_error_mode):
         calls.append(0)
+        current[0] = "capture's"
         if failure:
             raise RuntimeError(failure)
         yield
-        graph.calls = calls.pop()
+        graph.calls, current[0] = calls.pop(), "training's"
 
     def call() -> None:
         if calls:
             calls[0] += 1
         else:
             now[0] += LAUNCHED
+
+    @contextlib.contextmanager
+    def stream(own):
+        try:
+            yield
+        finally:
+            current[0] = own
 
     def new_graph() -> Namespace:
         graph = Namespace()
@@ -51,6 +60,8 @@ def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other)
 
     monkeypatch.setattr(measurement, "time", Namespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(measurement, "largest", lambda *values: list(values))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -59,7 +70,7 @@ def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other)
     reasons = {"refused"} if failure or other else set()
     assert watch.seconds(call, in_graph=True) == pytest.approx(LAUNCHED if reasons else REPLAYED)
     assert watch.not_captured == reasons
-    assert watch.seconds(call) == pytest.approx(LAUNCHED)
+    assert watch.seconds(call) == pytest.approx(LAUNCHED) and current == ["training's"]
 
 
 @pytest.mark.parametrize(("graphs", "captured"), [("none", 0), ("local", 1), ("full_iteration", 3)])
@@ -91,8 +102,8 @@ def begun(monkeypatch):
     """Makes a run with such graphs, which has decided; and the lines that it says."""
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
 
-    def begin(graphs: str) -> tuple[Automatic, list[str]]:
-        args, said = parsed("--compression", "auto", save=None), []
+    def begin(graphs: str, *flags: str, **megatron) -> tuple[Automatic, list[str]]:
+        args, said = parsed("--compression", "auto", *flags, save=None, **megatron), []
         compression = Compression(resolve(args))
         args.cuda_graph_impl, args.cuda_graph_warmup_steps = graphs, 2
         run = Automatic(args, compression, lambda: 1.0, said.append, lambda _: None)
@@ -114,10 +125,26 @@ def test_iterations_that_are_compared(begun, graphs, length) -> None:
     assert (line in said) == (length is None)
 
 
-@pytest.mark.parametrize("idle", [True, False])
-def test_graphs_are_recommended_where_the_gpu_waits_for_the_host(begun, monkeypatch, idle) -> None:
+def test_nothing_is_measured_while_iterations_are_compared(begun) -> None:
+    """It would be timed, and in graphs of whole iterations run without one."""
+    run, _ = begun("full_iteration", "--compression-error-bound", "0.1")
+    run.compression.on_training_log(1, log_interval=10)
+    assert run.compression.run.policy.meter.interval == 0
+
+
+@pytest.mark.parametrize(
+    ("idle", "layers", "flags"),
+    [
+        (True, "local", "do; --cuda-graph-impl full_iteration"),
+        (True, "transformer_engine", "do; --transformer-impl local --cuda-graph-impl full_iteration"),
+        (False, "local", ""),
+    ],
+)
+def test_graphs_are_recommended_where_the_gpu_waits_for_the_host(
+    begun, monkeypatch, idle, layers, flags
+) -> None:
     """In one line after a few iterations, the first left out; then nobody looks any more."""
-    run, said = begun("none")
+    run, said = begun("none", transformer_impl=layers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Namespace(query=lambda: idle))
@@ -131,6 +158,4 @@ def test_graphs_are_recommended_where_the_gpu_waits_for_the_host(begun, monkeypa
         run.on_training_log(iteration + 1)
     lines = [one for one in said if "the host is the bottleneck" in one]
     assert len(lines) == idle and not layer._forward_pre_hooks
-    assert all(
-        "at 3 of 3 layers the GPU" in one and "--cuda-graph-impl full_iteration" in one for one in lines
-    )
+    assert all("at 3 of 3 layers the GPU" in one and flags in one for one in lines)

@@ -92,10 +92,11 @@ class Automatic:
         for handle in self._looking:
             handle.remove()
         if self._idle and sum(self._idle) > len(self._idle) / 2:
+            layers = "" if self.args.transformer_impl == "local" else "--transformer-impl local "
             self._tell(
                 f"the host is the bottleneck: at {sum(self._idle)} of {len(self._idle)} layers the GPU had "
-                "nothing left to do; --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad "
-                "launches a whole iteration at once"
+                f"nothing left to do; {layers}--cuda-graph-impl full_iteration "
+                "--no-check-for-nan-in-loss-and-grad launches a whole iteration at once"
             )
 
     def _decide(self, chunks: list[torch.nn.Module]) -> RunPlan:

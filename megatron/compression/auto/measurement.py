@@ -86,9 +86,10 @@ class Stopwatch:
 
     def _captured(self, work: Callable[[], object]) -> Callable[[], None] | None:
         """Replays ``CAPTURED`` calls; None: some rank cannot capture them."""
-        graph, why = torch.cuda.CUDAGraph(), None
+        stream, graph, why = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), None
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as Megatron captures
+            # As Megatron captures. One that fails would leave its stream the current one.
+            with torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for _ in range(CAPTURED):
                     work()
         except Exception as error:  # of CUDA, of NCCL or of what refuses by itself
