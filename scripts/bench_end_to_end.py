@@ -349,7 +349,7 @@ def end_block() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:  # which has written the history
         print(_BLOCK, json.dumps(peak), flush=True)
     if torch.cuda.is_available():
-        graphs.reset(FullCudaGraphWrapper(None), "training")
+        graphs.reset(FullCudaGraphWrapper(None))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

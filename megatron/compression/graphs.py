@@ -61,8 +61,13 @@ def refuse_by_layer(args: Namespace, flag: str, reason: str) -> None:
 def refuse_later_decisions(args: Namespace, config: Any) -> None:
     """Raises: CompressionConfigError: a setting of the ``CompressionConfig`` that graphs of layers would not
     follow, since they are captured once."""
+    if whole_iterations(args) and config.error_bound and args.log_interval == 1:
+        raise CompressionConfigError(
+            f"--compression-error-bound with --log-interval 1 measures in every iteration, past the graph of "
+            f"{FULL}; raise --log-interval, or drop the bound"
+        )
     parts = {name: getattr(config, name) for name in held_by_layers(args)} if by_layer(args) else {}
-    if not any((one.enabled and one.ranks(args) > 1) or name in config.auto for name, one in parts.items()):
+    if not any(one.ranks(args) > 1 and (one.enabled or name in config.auto) for name, one in parts.items()):
         return
     # The iteration that is the policy's when layers are captured: Transformer Engine's before an iteration.
     eager = args.cuda_graph_warmup_steps if args.cuda_graph_impl == "transformer_engine" else 1
@@ -91,9 +96,8 @@ def lines(args: Namespace, config: Any) -> list[str]:
     if config.error_bound is not None:
         often = "the last iteration of each log interval runs without its CUDA graph, to measure errors"
         return [f"{often}, and a graph is captured after it (--log-interval {args.log_interval})"]
-    if config.report:
-        return ["what a CUDA graph sends is measured in its first iteration alone, which runs without it"]
-    return []
+    report = "what a CUDA graph sends is measured in its first iteration alone, which runs without it"
+    return [report] if config.report else []
 
 
 def follow(args: Namespace, run: Run, say: Callable[[str], None]) -> None:
@@ -114,33 +118,33 @@ class WholeIterations:
     def one_pass(self, run_pass: Callable[..., Any], wrapper: Any, **arguments: Any) -> Any:
         """One pass, or one replay, by megatron-core's wrapper; the same on all ranks."""
         stage = "validation" if arguments["forward_only"] else "training"
-        policy, passes = self._run.policy, wrapper.curr_iteration
-        warm_up, meter, done = wrapper.cuda_graph_warmup_steps, policy.meter, passes[stage]
-        known, now = self._known.get(stage), (policy.circumstances(), self._run.transports.version)
-        self._known[stage] = now
-        if known not in (None, now):
-            reset(wrapper, stage)
-            # One at least runs without a graph: what is sent for the first time sets up its kernels.
-            passes[stage] = min(0, warm_up - 1)
-            first = f"from iteration {policy.iteration() + 1} on {stage} sends otherwise"
-            self._say(f"compression: {first}: its CUDA graph is captured again")
-            return run_pass(wrapper, **arguments)
-        if stage == "validation" or meter.bound is None or not meter.ends_interval(policy.iteration()):
-            return run_pass(wrapper, **arguments)
-        reset(wrapper, stage)  # its memory is that of the iteration which measures
-        passes[stage] = -1  # neither captures nor replays
-        result = run_pass(wrapper, **arguments)
-        passes[stage] = min(done + 1, warm_up)
-        return result
+        policy, passes, warm_up = self._run.policy, wrapper.curr_iteration, wrapper.cuda_graph_warmup_steps
+        # One at least runs without a graph: what is sent for the first time sets up its kernels.
+        first = min(0, warm_up - 1)
+        if stage not in self._known:
+            passes[stage] += first
+        given = arguments["num_microbatches"], arguments.get("force_all_reduce")
+        now = {stage: given, "decisions": policy.circumstances()}
+        changed = any(self._known.get(name, one) != one for name, one in now.items())
+        self._known |= now
+        if changed:
+            reset(wrapper)
+            passes.update(dict.fromkeys(passes, first))
+            begun = f"from iteration {policy.iteration() + 1} on {stage} sends otherwise"
+            self._say(f"compression: {begun}: CUDA graphs are captured again")
+        elif stage == "training" and policy.meter.bound and policy.meter.ends_interval(policy.iteration()):
+            done = {name: min(number, warm_up) for name, number in passes.items()}
+            reset(wrapper)  # their memory is that of the iteration which measures
+            passes.update(done | {stage: min(done[stage], warm_up - 1)})  # neither captures nor replays
+        return run_pass(wrapper, **arguments)
 
 
-def reset(wrapper: Any, stage: str) -> None:
-    """Free the graph of a stage (training, validation) of a ``FullCudaGraphWrapper``; the next pass begins
-    anew with its warm-up steps."""
+def reset(wrapper: Any) -> None:
+    """Free the graphs of a ``FullCudaGraphWrapper``, those of training and of validation: they share a pool
+    of memory, which is free when none has it. The next passes begin anew with their warm-up steps."""
     from megatron.core import full_cuda_graph  # settings are read without megatron-core, too
 
-    if wrapper.cuda_graph[stage] is not None:
-        torch.cuda.synchronize()  # the last replay
-    wrapper.reset_cuda_graph(stage)
+    torch.cuda.synchronize()  # the last replay
+    wrapper.reset_cuda_graph()
     # torch does not capture into a pool that no graph has and in which a tensor still lies.
     full_cuda_graph._shared_graph_pool = None

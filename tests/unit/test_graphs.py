@@ -18,7 +18,6 @@ from megatron.compression.data_parallel.hooks import CompressedBucketGroup
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.patches import loop
-from megatron.compression.startup import entrypoint
 from taco_kernels.common.graph_events import observe
 from tests.unit.megatron_args import experts, parsed
 
@@ -99,10 +98,11 @@ class Wrapper:
         self.curr_iteration = dict.fromkeys(("training", "validation"), 0)
         self.cuda_graph = dict.fromkeys(("training", "validation"))
 
-    def reset_cuda_graph(self, stage: str) -> None:
-        self.cuda_graph[stage], self.curr_iteration[stage] = None, 0
+    def reset_cuda_graph(self) -> None:
+        for stage in self.cuda_graph:
+            self.cuda_graph[stage], self.curr_iteration[stage] = None, 0
 
-    def __call__(self, forward_only: bool) -> str:
+    def __call__(self, forward_only: bool, num_microbatches: int, force_all_reduce: bool = False) -> str:
         stage = "validation" if forward_only else "training"
         done = "eager"
         if self.curr_iteration[stage] == self.cuda_graph_warmup_steps:
@@ -115,8 +115,11 @@ class Wrapper:
         return done
 
 
-def _training(warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=None, **rule) -> list[str]:
-    """First letters of what each iteration did, an evaluation's after it in capitals."""
+def _training(
+    warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=None, grows=99, saves=99, **rule
+) -> list[str]:
+    """First letters of what each iteration did, an evaluation's after it in capitals. From ``grows`` on there
+    are more micro-batches; in ``saves`` Megatron saves gradients, which are reduced in full for it."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     now, ledger = SimpleNamespace(iteration=0), Ledger()
     meter = ErrorMeter(bound, interval=4)
@@ -128,9 +131,10 @@ def _training(warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=Non
     passes = wrapper(warm_up)
     done = []
     for now.iteration in range(iterations):
-        did = passes(forward_only=False)[0]
+        given = dict(num_microbatches=8 if now.iteration >= grows else 4)
+        did = passes(forward_only=False, **given, force_all_reduce=now.iteration == saves)[0]
         if now.iteration in evaluate:
-            did += passes(forward_only=True)[0].upper()
+            did += passes(forward_only=True, num_microbatches=4)[0].upper()
         if bound is not None and now.iteration == 7:
             meter.tripped["fc1", "tp.forward"] = 0.5
         done.append(did)
@@ -143,10 +147,14 @@ def _training(warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=Non
         (dict(warm_up=2), "e e c r r r r r r r"),
         (dict(warm_up=2, start_iteration=5), "e e c r r e e c r r"),
         (dict(warm_up=2, start_iteration=2), "e e e e c r r r r r"),  # never in a capture first
-        (dict(warm_up=0, start_iteration=5), "c r r r r e c r r r"),
+        (dict(warm_up=0, start_iteration=5), "e c r r r e c r r r"),
+        (dict(warm_up=2, grows=5), "e e c r r e e c r r"),
+        (dict(warm_up=1, saves=4), "e c r r e e c r r r"),
         (dict(warm_up=1, start_iteration=5, evaluate=(1, 2, 3, 6, 7)), "e cE rC rR r e cE rC r r"),
         (dict(warm_up=1, bound=0.1), "e c r e c r r e e c"),  # measures, measures and decides
         (dict(warm_up=3, bound=0.1), "e e e e c r r e e e"),
+        # A measuring iteration needs the memory of both graphs; evaluation's is captured without warm-up.
+        (dict(warm_up=1, bound=0.1, evaluate=(0, 1, 2, 4, 5)), "eE cC rR e cC rR r e e c"),
     ],
     ids=str,
 )
@@ -182,6 +190,8 @@ SHARDED = dict(data_parallel_size=2, use_distributed_optimizer=True)
         ([*TP, "--validate-uncompressed"], {}, "evaluation, which replays training's graphs"),
         ([*TP, "--validate-uncompressed"], TE, None),
         (["--compression", "auto"], {}, None),
+        (["--compression", "auto", START, "9"], SHARDED | dict(tensor_model_parallel_size=1), None),
+        ([*TP, *BOUND], FULL | dict(log_interval=1), "--log-interval 1 measures in every iteration"),
         (CP, dict(context_parallel_size=2), None),
         (EP, MOE, "captures the exchange of experts' tokens"),
         (EP, MOE | dict(cuda_graph_modules=[CudaGraphModule.moe]), "cuda-graph-modules without moe"),
@@ -233,19 +243,25 @@ def test_gradients_that_a_replay_adds_are_waited_for(monkeypatch) -> None:
 
 
 def test_graphs_are_freed_before_process_groups(graph, monkeypatch) -> None:
-    """At the end of Megatron's ``pretrain``, and by an exit in its loop."""
-    from megatron.training import one_logger_utils
-
+    """Whoever destroys them and however the run ends; those of one group alone end no run."""
     done = []
-    monkeypatch.setattr(one_logger_utils, "finish", lambda: None)
     monkeypatch.setattr(graph, "reset", lambda self: done.append("reset"))
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: done.append("destroy"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append(group))
+    Ledger()
     kept = [graph() for _ in range(2)]
     for captured in kept:
         captured.capture_begin()
         captured.capture_end()
-    loop.on_training_end(captures.release)
-    entrypoint.train_to_the_end(one_logger_utils.finish)
+    torch.distributed.destroy_process_group("gloo's")
+    torch.distributed.destroy_process_group()
     captures.release()
-    assert done == ["reset", "reset", "destroy"]
+    assert done == ["gloo's", "reset", "reset", None]
+
+
+def test_lossless_is_off_in_a_capture(graph) -> None:
+    """Also in a loop of one's own, where nobody could read there whether values fit."""
+    policy, captured = Policy({"tp.forward": Rule(parse_codec("lossless"))}, Ledger()), graph()
+    captured.capture_begin()
+    inside = policy.decide("tp.forward")
+    captured.capture_end()
+    assert (inside.codec, inside.why) == (None, "overflow") and policy.decide("tp.forward").codec

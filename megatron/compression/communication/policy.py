@@ -108,7 +108,6 @@ class Policy:
             tuple(iteration >= rule.start_iteration for rule in self.rules.values()),
             () if left_out is None else tuple(map(left_out, self.rules)),
             frozenset(self.meter.tripped),
-            overflow.state,
         )
 
     def decide(
