@@ -116,10 +116,11 @@ class Wrapper:
 
 
 def _training(
-    warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=None, grows=99, saves=99, **rule
+    warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=None, grows=99, saves=99, begins=0, **rule
 ) -> list[str]:
     """First letters of what each iteration did, an evaluation's after it in capitals. From ``grows`` on there
-    are more micro-batches; in ``saves`` Megatron saves gradients, which are reduced in full for it."""
+    are more micro-batches; in ``saves`` Megatron saves gradients, which are reduced in full for it. Errors
+    are measured when that ``begins``."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     now, ledger = SimpleNamespace(iteration=0), Ledger()
     meter = ErrorMeter(bound, interval=4)
@@ -131,6 +132,7 @@ def _training(
     passes = wrapper(warm_up)
     done = []
     for now.iteration in range(iterations):
+        meter.interval = 4 if now.iteration >= begins else 0
         given = dict(num_microbatches=8 if now.iteration >= grows else 4)
         did = passes(forward_only=False, **given, force_all_reduce=now.iteration == saves)[0]
         if now.iteration in evaluate:
@@ -150,6 +152,7 @@ def _training(
         (dict(warm_up=0, start_iteration=5), "e c r r r e c r r r"),
         (dict(warm_up=2, grows=5), "e e c r r e e c r r"),
         (dict(warm_up=1, saves=4), "e c r r e e c r r r"),
+        (dict(warm_up=1, begins=4), "e c r r e c r r r r"),  # as after the comparison of --compression auto
         (dict(warm_up=1, start_iteration=5, evaluate=(1, 2, 3, 6, 7)), "e cE rC rR r e cE rC r r"),
         (dict(warm_up=1, bound=0.1), "e c r e c r r e e c"),  # measures, measures and decides
         (dict(warm_up=3, bound=0.1), "e e e e c r r e e e"),

@@ -102,12 +102,12 @@ class Policy:
         return self.rules.get(traffic, _OFF)
 
     def circumstances(self) -> Hashable:
-        """What decisions depend on besides traffic class, site and size; equal while none changes."""
+        """What decisions and measures depend on besides class, site and size; equal while none changes."""
         iteration, left_out = self.iteration(), self.left_out
         return (
             tuple(iteration >= rule.start_iteration for rule in self.rules.values()),
             () if left_out is None else tuple(map(left_out, self.rules)),
-            frozenset(self.meter.tripped),
+            (frozenset(self.meter.tripped), self.meter.interval),
         )
 
     def decide(
