@@ -196,10 +196,11 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
 
     Raises: CompressionConfigError: a layer communicates in a way that is not covered; settings left open.
     """
-    if config.auto:
-        raise CompressionConfigError(
-            "CompressionConfig.auto needs Megatron's arguments, which enable() gets; name the codecs instead"
-        )
+    for name in ("auto", "error_bound", "report"):
+        if getattr(config, name):
+            raise CompressionConfigError(
+                f"CompressionConfig.{name} needs Megatron's loop and arguments, which enable() gets; drop it"
+            )
     repetition.refuse_stages(config, "only Megatron's training loop repeats passes")
     gaps.make_torch_adam_resumable()
     compression = Compression(config, **options)

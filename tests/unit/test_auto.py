@@ -20,6 +20,7 @@ from megatron.compression.auto.plan import DimensionPlan, RunPlan, choose
 from megatron.compression.codecs.recipes import RECIPES
 from megatron.compression.compression import Compression
 from megatron.compression.flags import resolve
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.unit.megatron_args import EXPERTS, experts, megatron, parsed
 
 INT6, INT8 = RECIPES["tensor_parallel"][:2]
@@ -181,9 +182,11 @@ class TestFlags:
             resolve(parsed(*flags.split()))
         assert said in str(error.value) and "\n" not in str(error.value)
 
-    def test_an_own_loop_names_its_codecs(self):
-        with pytest.raises(CompressionConfigError, match="needs Megatron's arguments"):
-            attach([], CompressionConfig(auto=("tensor_parallel",)))
+    @pytest.mark.parametrize("given", [{"auto": ("data_parallel",)}, {"error_bound": 0.1}, {"report": "out"}])
+    def test_an_own_loop_has_not_what_follows_megatrons(self, given):
+        given = CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6"), **given)
+        with pytest.raises(CompressionConfigError, match="needs Megatron's loop and arguments"):
+            attach([], given)
 
 
 def one_plan(**changes) -> RunPlan:

@@ -35,9 +35,8 @@ class ExpertParallelConfig(SentOnce):
             return 1
         if args.moe_token_dispatcher_type == "alltoall":
             return args.expert_model_parallel_size
-        sharing = (
-            args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-        )  # before validation None
+        # Before Megatron has checked its arguments the first is None.
+        sharing = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
         return args.expert_model_parallel_size * sharing
 
     def check(self, args: Namespace) -> None:

@@ -21,8 +21,7 @@ class PipelineParallelConfig(SentOnce):
     traffic: ClassVar[str] = "pp"
     messages: ClassVar[str] = "a message between stages"
     idle: ClassVar[str] = (
-        "--pp-compression has no effect here: --pipeline-model-parallel-size is 1, so nothing goes "
-        "from stage to stage"
+        "--pp-compression has no effect here: --pipeline-model-parallel-size is 1, so there is one stage"
     )
 
     compression: str = "none"
