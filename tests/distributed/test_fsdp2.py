@@ -92,7 +92,7 @@ def close(losses: list[float], exact: list[float], percent: float) -> bool:
 def learning_worker(rank: int, ranks: int) -> None:
     plain = train(build(nested=True), 24)
     model = build(nested=True)
-    compression = attach(model, "lossless", "none")
+    compression = attach(model, "lossless", None)
     assert len(compression.gathers) == 3
     assert train(model, 24) == plain
     # The head's 1105 values a rank may not fit their payload in a step (seen on a GPU).
@@ -115,11 +115,19 @@ def learning_worker(rank: int, ranks: int) -> None:
         sum(one(torch.ones(1, WIDTH, device=DEVICE)).sum() for one in models).backward()
         optimizer.step()
     assert len(lines) == 2 * 2, "no audit takes one model's traffic for the other's"
+    model, reference, lines = build(), build(), []
+    attach(model, "lossless", "int8", say=lines.append)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, WIDTH, device=DEVICE)).sum().backward()
+        optimizer.step()
+        reference(torch.ones(1, WIDTH, device=DEVICE))
+    assert len(lines) == 2, "what is sent between a step and the next pass is not the model's"
 
 
 def test_losses() -> None:
     """24 steps: those of lossless gathers are equal to the last bit, nested modules too; int8 is near. Two
-    models in one loop."""
+    models in one loop, of which both or one are compressed."""
     spawn(learning_worker, 2)
 
 
@@ -182,11 +190,26 @@ def overflow_worker(rank: int, ranks: int) -> None:
     compression.weights_changed()
     with pytest.raises(RuntimeError, match=r"weights of FSDPParamGroup\(fqn=1\) changed unnoticed"):
         model(x)
+    model = build()
+    compression = attach(model, "lossless", "none", start_iteration=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):  # the model's own forward is never called
+        model[1](x).sum().backward()
+        optimizer.step()
+    assert kinds(compression, "dp.weight") == {"warmup", "compressed"}
+    model[1](x)
+    model[1].reshard()
+    with torch.no_grad():
+        weight = model[1].mlp[0].weight
+        weight *= 2.0 ** -(50 * torch.rand_like(weight))
+    exact = weight.full_tensor().bfloat16()
+    model[1].unshard()
+    assert torch.equal(model[1].mlp[0].weight, exact)
 
 
 def test_overflow() -> None:
     """A shard that does not fit goes uncompressed on all ranks, with the same losses; a change that nothing
-    tells of is no silent one."""
+    tells of is no silent one. Steps and changes are seen where only parts of the model are called."""
     spawn(overflow_worker, 2)
 
 

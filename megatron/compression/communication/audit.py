@@ -89,8 +89,7 @@ class BackendAudit:
         for name, original in self._originals.items():
             symbols.put(dist.ProcessGroup, name, original, "has been counted")
         if self._originals:
-            self._known = self._in_ledger()
-            self._known.subtract(self._before)
+            self._known = self._in_ledger() - self._before
         self._originals = {}
 
     def abandon(self) -> None:
@@ -105,10 +104,10 @@ class BackendAudit:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def finish(self) -> list[str]:
+    def finish(self, ranks: dist.ProcessGroup | None = None) -> list[str]:
         """Stop, and say what was sent and is not in the ledger, a line each; empty on every later call.
 
-        Collective over all ranks of the job, which get the same lines.
+        Collective over ``ranks``, by default all of the job, which get the same lines.
         """
         if self._finished:
             return []
@@ -121,15 +120,15 @@ class BackendAudit:
         sums = torch.zeros(len(order), len(_KEYS), dtype=torch.float64)
         for names, members in joined:
             sums[order.index(names[0])] = self._missing(members, names)
-        sums = sums.to("cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
-        dist.all_reduce(sums)
-        means = dict(zip(order, (sums.clamp_min(0).sum(1) / dist.get_world_size()).tolist(), strict=True))
+        sums = sums.to("cuda" if torch.cuda.is_available() and dist.get_backend(ranks) != "gloo" else "cpu")
+        dist.all_reduce(sums, group=ranks)
+        totals = dict(zip(order, sums.clamp_min(0).sum(1).tolist(), strict=True))
         return [
             f"{' and '.join(name.replace(' parallel', '') for name in names)} parallelism sent {mean:,.0f} "
-            "bytes in the first iteration that the ledger does not know (mean over all ranks): a layer or a "
-            "hook of the model communicates by itself, and is neither compressed nor in the ratio"
+            "bytes in the first iteration that the ledger does not know (mean over all ranks): a layer, a "
+            "hook or another model communicates by itself, and is neither compressed nor in the ratio"
             for names, _ in joined
-            if (mean := means[names[0]]) > NEGLIGIBLE
+            if (mean := totals[names[0]] / dist.get_world_size(ranks)) > NEGLIGIBLE
         ]
 
     def _missing(self, members: set[int], names: Sequence[str]) -> torch.Tensor:

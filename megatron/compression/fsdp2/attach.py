@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -29,8 +29,8 @@ from megatron.compression.fsdp2.weights import WeightGather
 
 def attach(
     model: torch.nn.Module,
-    gather: str = "lossless",
-    reduce: str = "int8",
+    gather: str | None = "lossless",
+    reduce: str | None = "int8",
     *,
     start_iteration: int = 0,
     say: Callable[[str], None] = print_on_first_rank,
@@ -39,8 +39,8 @@ def attach(
 
     Args:
         model: the root module, on any device.
-        gather: codec of the weights (lossless, int8, ...); none = uncompressed.
-        reduce: codec of the gradients (int8, sdp4bit, ...), or tagc; none = uncompressed.
+        gather: codec of the weights (lossless, int8, ...); "none" or None = uncompressed.
+        reduce: codec of the gradients (int8, sdp4bit, ...), or tagc; "none" or None = uncompressed.
         start_iteration: the first iteration that compresses, counted from 0.
         say: prints a line; called on every rank.
 
@@ -50,7 +50,7 @@ def attach(
         raise CompressionConfigError(f"start_iteration {start_iteration} must be an iteration >= 0")
     arguments = {"DataParallelConfig.weights": "gather", "DataParallelConfig.compression": "reduce"}
     with renaming(arguments), naming_arguments():
-        config = DataParallelConfig(compression=reduce, weights=gather)
+        config = DataParallelConfig(compression=reduce or "none", weights=gather or "none")
         config.check_fsdp2()
     ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)
     policy, node_size = Policy(config.rules(start_iteration), ledger), from_environment(NODE_SIZE)
@@ -91,7 +91,6 @@ class Fsdp2Compression:
         self.topologies: dict[dist.ProcessGroup, Topology] = {}
         """Of the shards' ranks and, under HSDP, of the replicas'."""
         self._changed, self._stepped = True, False
-        self._versions: list[tuple[int, int, int]] = []
         weights, gradients = (run.policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
         groups = parameter_groups(model)
         for group, names in groups:
@@ -100,23 +99,16 @@ class Fsdp2Compression:
             hsdp = isinstance(group.mesh_info, HSDPMeshInfo)
             ranks = [group.mesh_info.shard_process_group]
             ranks += [group.mesh_info.replicate_process_group] if hsdp else []
-            for one in ranks:
-                if one not in self.topologies:
-                    self.topologies[one] = topology_of(one)
+            self.topologies |= {one: topology_of(one) for one in ranks if one not in self.topologies}
             sums = [GradientSums(names, group, self.topologies[one], run, one is ranks[0]) for one in ranks]
-            self.gathers.append(WeightGather(group, sums[0].topology, run, self._refresh))
+            self.gathers.append(WeightGather(group, sums[0].topology, run, self._before_gather))
             self.reduces.append(GradientReduce(group, sums))
             group.modules[0].set_custom_all_gather(self.gathers[-1])
             group.modules[0].set_custom_reduce_scatter(self.reduces[-1])
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
-        reference = weakref.ref(self)
-
-        def on_step(*_: object) -> None:
-            if (compression := reference()) is not None:
-                compression._changed = compression._stepped = True
-
+        model.register_forward_pre_hook(self._begin_pass, prepend=True)
         # An optimizer that writes through pointers (Transformer Engine's, apex's) changes no version.
-        weakref.finalize(self, register_optimizer_step_post_hook(on_step).remove)
+        own = weakref.proxy(self)
+        weakref.finalize(self, register_optimizer_step_post_hook(lambda *_: own._on_step()).remove)
         if weights is None and gradients is None:
             return
         what = [one.name if one else "uncompressed" for one in (weights, gradients)]
@@ -129,35 +121,39 @@ class Fsdp2Compression:
         """Look again whether lossless payloads fit. Collective. Optimizers' changes are noticed without."""
         self._changed = True
 
-    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+    def _on_step(self) -> None:
+        self._changed = self._stepped = True
+        if self.audit is not None:
+            self.audit.stop()  # until the next pass others send: a reference model, an evaluation
+
+    def _begin_pass(self, *_: object) -> None:
+        """Before the model's forward pass, and before each gather: a part of the model may be called, too."""
         latest, Fsdp2Compression._latest = Fsdp2Compression._latest(), weakref.ref(self)
         if latest not in (None, self) and latest.audit is not None:
             latest.audit.abandon()  # what this model sends is not in its ledger
-        own = [one for gather in self.gathers for one in gather.group.fsdp_params]
-        pairs = [(one.sharded_param, one._sharded_local_tensor) for one in own]
-        versions = [(id(one), one._version, local._version) for one, local in pairs]
-        self._changed |= versions != self._versions
-        stepped, self._stepped, self._versions = self._stepped, False, versions
-        self.iteration += stepped
-        for line in self.audit.finish() if self.audit is not None and stepped else ():
+        if not self._stepped:
+            return
+        self.iteration, self._stepped = self.iteration + 1, False
+        shards = next(iter(self.topologies))  # other pipeline stages are not here yet
+        for line in self.audit.finish(shards) if self.audit is not None else ():
             self._say(f"compression: {line}")
         gradients = self.run.policy.rule("dp.gradient")
-        if stepped and self.iteration == gradients.start_iteration + 1:
+        if self.iteration == gradients.start_iteration + 1:
             sent = self.run.ledger.totals()["dp.gradient"]
             if sent["excluded"][0] and not sent["compressed"][0]:
                 why = "its layers have other names here, or are small; try tagc:layers=all"
                 self._say(f"compression: FSDP2: {gradients.codec.name} compresses no gradients: {why}")
 
-    def _refresh(self, gather: WeightGather) -> None:
+    def _before_gather(self, gather: WeightGather) -> None:
         """Ask the ranks whether lossless payloads fit, where weights have changed or it is not known of
         ``gather``. The host waits for the device, once a step."""
-        if not self._changed and gather.fits is not None:
+        self._begin_pass()
+        codec, _ = self.run.policy.decide("dp.weight")
+        if codec is None or not codec.lossless or not (self._changed or gather.changed()):
             return
-        self._changed, codec = False, self.run.policy.rule("dp.weight").codec
-        for topology in self.topologies.values():
+        self._changed = False
+        for topology in dict.fromkeys(one.topology for one in self.gathers):
             asked = [one for one in self.gathers if one.topology is topology]
-            if not asked:
-                continue
             flags = [one.overflow(codec) for one in asked] + [one.misfit for one in asked]
             found = topology.transport(self.run.ledger, "dp.weight").any_ranks(torch.stack(flags))
             for one, overflows, misfit in zip(asked, found, found[len(asked) :], strict=False):
@@ -210,7 +206,7 @@ def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[
     if not groups:
         raise CompressionConfigError("attach() finds no parameters under FSDP2; call fully_shard() before it")
     infos = [[one._module_info for one in group.fsdp_params] for group in groups]
-    names = [[f"{places[one.module]}.{one.param_name}".removeprefix(".") for one in own] for own in infos]
+    names = [[f"{places.get(one.module, '')}.{one.param_name}".strip(".") for one in own] for own in infos]
     return list(zip(groups, names, strict=True))
 
 
@@ -223,10 +219,11 @@ def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None, rememb
     scaled = remembers and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes)
     hooked = isinstance(group.mesh_info, HSDPMeshInfo) and group._all_reduce_hook is not None
     for found, reason in (
+        (not isinstance(group.mesh_info, FSDPMeshInfo), "is replicated; use fully_shard()"),
         (isinstance(group.offload_policy, CPUOffloadPolicy), "is offloaded to CPU; drop CPUOffloadPolicy"),
         (isinstance(group._all_gather_comm, WeightGather), "is attached already; attach() once"),
         (hooked, "has the hook that HSDP needs here; drop set_all_reduce_hook()"),
-        (weights is not None and several, "gathers several types, or fp8; give gather='none'"),
+        (weights is not None and several, "gathers several types, or fp8; set param_dtype, or gather='none'"),
         (no_room, "gathers neither bf16 nor fp32, which lossless shortens; use bf16, or gather='int8'"),
         (scaled, "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"),
     ):

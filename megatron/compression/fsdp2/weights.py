@@ -6,7 +6,7 @@ uncompressed on all ranks until the next change.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from megatron.compression.codecs import Codec
@@ -32,19 +32,27 @@ class WeightGather(DefaultAllocMixin, AllGather):
     group: FSDPParamGroup
     topology: Topology
     run: Run
-    refresh: "Callable[[WeightGather], None]"
-    """Called where it may be unknown whether payloads fit; sets ``fits``."""
+    before: "Callable[[WeightGather], None]"
+    """Called before each gather outside the backward pass; sets ``fits`` where the codec is lossless."""
     fits: bool | None = None
     """Whether the lossless payload fits, on all ranks; None: nobody has asked."""
     buffer_bytes: int = 0
     """Of one gather's payloads, sent and received."""
+    _versions: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.misfit = torch.zeros((), dtype=torch.uint8, device=self.group.device)
         """uint8 ``[]``: 1 where a payload was sent that did not fit, since weights had changed unnoticed."""
 
+    def changed(self) -> bool:
+        """Whether torch has counted a change of the weights since this was last asked."""
+        weights, before = [one.sharded_param for one in self.group.fsdp_params], self._versions
+        self._versions = [(id(one), one._version, one._local_tensor._version) for one in weights]
+        return before != self._versions
+
     def overflow(self, codec: Codec) -> Tensor:
         """uint8 ``[]`` on the device: 1 where this rank's shard does not fit its payload."""
+        self.changed()
         own = self.group.fsdp_params
         dtype = self.group.mp_policy.param_dtype or own[0].sharded_param.dtype
         shard = torch.cat([one._sharded_param_data.to(dtype) for one in own])
@@ -58,11 +66,11 @@ class WeightGather(DefaultAllocMixin, AllGather):
         if group is not self.topology.group:  # reshard_after_forward=N gathers from N ranks in the backward
             ledger.record_uncompressed(TRAFFIC, "exact", "all_gather", nbytes, group.size())
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        if not is_bw():  # else as in the forward
+            self.before(self)
         codec, why = self.run.policy.decide(TRAFFIC, nbytes)
-        if codec is not None and codec.lossless:
-            if self.group._training_state is not TrainingState.PRE_BACKWARD:  # else as in the forward
-                self.refresh(self)
-            codec, why = (codec, why) if self.fits else (None, "overflow")
+        if codec is not None and codec.lossless and not self.fits:
+            codec, why = None, "overflow"
         if codec is None:
             self.topology.record_uncompressed(ledger, TRAFFIC, why, "all_gather", nbytes)
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
