@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -224,17 +225,32 @@ def replicas_worker(rank: int, ranks: int) -> None:
     gradients, inputs = [], torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(rank))
     for reduce in (None, "int8"):
         model = build(mesh=mesh)
+        for one in (model[0], model[1], model):
+            one.set_gradient_divide_factor(3)
+            one.set_force_sum_reduction_for_comms(reduce is None)  # else NCCL's, which multiplies before
         if reduce:
-            attach(model, "none", reduce)
+            attach(model, None, reduce)
         for last in (False, True):  # sums over shards each time, over replicas once
             model.set_requires_all_reduce(last)
             model(inputs[last]).square().mean().backward()
         gradients.append(model[0].mlp[0].weight.grad.to_local())
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
+    stage, stages = mesh.get_local_rank("replicas"), mesh.get_group("replicas")
+    model = build(mesh=mesh["shards"])
+    attach(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):  # the second stage begins when the first is through
+        if stage == 1:
+            dist.recv(inputs[0], group_src=0, group=stages)
+        loss = model(inputs[0]).sum()
+        if stage == 0:
+            dist.send(inputs[0], group_dst=1, group=stages)
+        loss.backward()
+        optimizer.step()
 
 
 def test_replicas() -> None:
-    """HSDP on two times two ranks."""
+    """HSDP on two times two ranks, and two pipeline stages of two ranks."""
     spawn(replicas_worker, 4)
 
 
@@ -281,17 +297,20 @@ def refusal_worker(rank: int, ranks: int) -> None:
         model = nn.Linear(2, 2) if options is None else build(**options)
         with pytest.raises(CompressionConfigError, match=message):
             attach(model, **given)
+    with pytest.raises(CompressionConfigError, match="weight is replicated; use fully_shard"):
+        attach(replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (ranks,))))
     model = build()
+    model[0].mlp[0] = nn.Linear(WIDTH, 401)  # FSDP keeps the old one
     attach(model, "none", "int8")
     with pytest.raises(CompressionConfigError, match="is attached already"):
         attach(model)
-    reduce = model._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm
-    with pytest.raises(CompressionConfigError, match=r"set_force_sum_reduction_for_comms\(True\)"):
-        reduce(torch.ones(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.PREMUL_SUM)
     model = build()
     attach(model, "none", "tagc")
     model[0].mlp[0].weight.requires_grad_(False)
     model(torch.ones(1, WIDTH)).sum().backward()  # fewer parameters, in every pass
+    model[0].mlp[0].weight.requires_grad_(True)
+    with pytest.raises(CompressionConfigError, match="it needs the same in each, so choose a codec"):
+        model(torch.ones(1, WIDTH)).sum().backward()
 
 
 def test_refusals() -> None:

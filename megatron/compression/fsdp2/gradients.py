@@ -62,14 +62,13 @@ class GradientSums:
             compressor = self.run.policy.rule(TRAFFIC).codec
             if numel != self.numel and not isinstance(compressor, CodecGradients):
                 raise CompressionConfigError(
-                    f"reduce={compressor.name}: a pass gave {numel} of the {self.numel} gradients of "
-                    f"{', '.join(self.names)}; it needs all in each pass, so choose a codec such as int8"
+                    f"reduce={compressor.name}: a pass gave {numel} gradients, the first {self.numel}, of "
+                    f"{', '.join(self.names)}; it needs the same in each, so choose a codec such as int8"
                 )
             policy, device = self.group.mp_policy, self.group.device
             dtype = policy.reduce_dtype or policy.param_dtype or self.group.fsdp_params[0].sharded_param.dtype
             nothing = torch.empty(1, dtype=dtype, device=device).expand(numel)
-            about = self.spans, 1.0, self.sharded, self.topology, self.run.ledger
-            bucket = GradientBucket(nothing, *about)
+            bucket = GradientBucket(nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger)
             self._built[numel] = compressor.build(bucket), bucket
         return self._built[numel]
 
@@ -111,13 +110,10 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
         """Sum ``[W * n]`` over the ranks into this rank's ``[n]``, on the current stream."""
         if not self._compresses(self.sums[0], "reduce_scatter", input_tensor):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise CompressionConfigError(
-                "set_gradient_divide_factor() scales before it adds, which codecs do not; call "
-                "set_force_sum_reduction_for_comms(True) as well, or attach(reduce='none')"
-            )
-        scale = 1 / group.size() if op == dist.ReduceOp.AVG else 1.0
-        output_tensor.copy_(self.sums[0].sum(input_tensor, scale))
+        divisor = group.size() if op == dist.ReduceOp.AVG else 1
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # NCCL's, which multiplies before it adds
+            divisor = self.group.gradient_divide_factor
+        output_tensor.copy_(self.sums[0].sum(input_tensor, 1 / divisor))
         return None
 
     def _all_reduce(self, row: Tensor) -> None:
