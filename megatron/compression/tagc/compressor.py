@@ -75,7 +75,7 @@ class Tagc(GradientCompressor):
         bits, own = sketch.cell_bits / sketch.ratio + 1, 8 * bucket.gradients.element_size()
         if bits >= own:
             raise CompressionConfigError(
-                f"--dp-compression {self.name}: sketches of {ranks} ranks have {bits:.2f} bits a value, a "
+                f"{self.name}: sketches of {ranks} ranks have {bits:.2f} bits a value, a "
                 f"gradient {own}; give wire=packed, or more sparsity"
             )
         return sketch
