@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from megatron.compression.errors import CompressionConfigError
@@ -236,8 +236,12 @@ def replicas_worker(rank: int, ranks: int) -> None:
         gradients.append(model[0].mlp[0].weight.grad.to_local())
     assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
     stage, stages = mesh.get_local_rank("replicas"), mesh.get_group("replicas")
-    model = build(mesh=mesh["shards"])
-    attach(model)
+    others = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    model = nn.Sequential(build(mesh=mesh["shards"]))
+    if stage == 1:
+        other = DeviceMesh.from_group(others[1], "cpu")
+        model.append(fully_shard(nn.Linear(33, 33), mesh=other, mp_policy=BF16))
+    attach(model)  # one stage has two meshes
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(2):  # the second stage begins when the first is through
         if stage == 1:

@@ -329,7 +329,7 @@ def new_groups(wanted: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
     return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]
 
 
-def _views(own: Any, group: dist.ProcessGroup) -> list:
+def views(own: Any, group: dist.ProcessGroup) -> list:
     """What every rank of a group says. Collective."""
     views: list = [None] * group.size()
     dist.all_gather_object(views, own, group=group)
@@ -342,7 +342,7 @@ def _own_disabled() -> set[str]:
 
 def _disabled(group: dist.ProcessGroup) -> set[str]:
     """P2P and SHM where NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is 1 on any rank. Collective."""
-    return set().union(*_views(_own_disabled(), group))
+    return set().union(*views(_own_disabled(), group))
 
 
 def over_tcp(group: dist.ProcessGroup) -> bool:
@@ -354,5 +354,5 @@ def over_tcp(group: dist.ProcessGroup) -> bool:
     host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     adapters = Path("/sys/class/infiniband")
     infiniband = os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
-    hosts, sockets, fast = zip(*_views((host, len(_own_disabled()) == 2, infiniband), group), strict=True)
+    hosts, sockets, fast = zip(*views((host, len(_own_disabled()) == 2, infiniband), group), strict=True)
     return not all(fast) and (len(set(hosts)) > 1 or all(sockets))

@@ -17,7 +17,7 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.communication.transport import Transports, over_tcp
+from megatron.compression.communication.transport import Transports, over_tcp, views
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
 from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
@@ -88,19 +88,17 @@ class Fsdp2Compression:
         """Compares the first iteration's ledger with what c10d is given."""
         self.gathers: list[WeightGather] = []
         self.reduces: list[GradientReduce] = []
-        self.topologies: dict[dist.ProcessGroup, Topology] = {}
-        """Of the shards' ranks and, under HSDP, of the replicas'."""
         self._changed, self._stepped = True, False
         weights, gradients = (run.policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
         groups = parameter_groups(model)
-        for group, names in groups:
-            _check_group(names[0], group, weights, gradients is not None and gradients.has_memory)
-        for group, names in groups:
-            hsdp = isinstance(group.mesh_info, HSDPMeshInfo)
-            ranks = [group.mesh_info.shard_process_group]
-            ranks += [group.mesh_info.replicate_process_group] if hsdp else []
-            self.topologies |= {one: topology_of(one) for one in ranks if one not in self.topologies}
-            sums = [GradientSums(names, group, self.topologies[one], run, one is ranks[0]) for one in ranks]
+        memory = gradients is not None and gradients.has_memory
+        ranks = [_ranks(names[0], group, weights, memory) for group, names in groups]
+        each = list(dict.fromkeys(one for among in ranks for one in among))
+        each += each[:1] * (max(views(len(each), dist.group.WORLD)) - len(each))  # others may have more
+        self.topologies = {one: topology_of(one) for one in each}
+        """Of the shards' ranks and, under HSDP, of the replicas'."""
+        for (group, names), among in zip(groups, ranks, strict=True):
+            sums = [GradientSums(names, group, self.topologies[one], run, one is among[0]) for one in among]
             self.gathers.append(WeightGather(group, sums[0].topology, run, self._before_gather))
             self.reduces.append(GradientReduce(group, sums))
             group.modules[0].set_custom_all_gather(self.gathers[-1])
@@ -210,22 +208,23 @@ def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[
     return list(zip(groups, names, strict=True))
 
 
-def _check_group(name: str, group: FSDPParamGroup, weights: Codec | None, remembers: bool) -> None:
-    """Raises: CompressionConfigError: FSDP's settings of a parameter group are not covered."""
-    own = group.fsdp_params
+def _ranks(name: str, group: FSDPParamGroup, weights: Codec | None, memory: bool) -> list[dist.ProcessGroup]:
+    """Those that share a parameter group. Raises: CompressionConfigError: FSDP's settings are not covered."""
+    own, mesh = group.fsdp_params, group.mesh_info
     dtypes = {group.mp_policy.param_dtype or one.sharded_param.dtype for one in own}
     several = len(dtypes) > 1 or any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own)
     no_room = dtypes - {torch.bfloat16, torch.float32} if weights is not None and weights.lossless else ()
-    scaled = remembers and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes)
-    hooked = isinstance(group.mesh_info, HSDPMeshInfo) and group._all_reduce_hook is not None
+    scaled = memory and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes)
+    hsdp = isinstance(mesh, HSDPMeshInfo)
     for found, reason in (
-        (not isinstance(group.mesh_info, FSDPMeshInfo), "is replicated; use fully_shard()"),
+        (not isinstance(mesh, FSDPMeshInfo), "is replicated; use fully_shard()"),
         (isinstance(group.offload_policy, CPUOffloadPolicy), "is offloaded to CPU; drop CPUOffloadPolicy"),
         (isinstance(group._all_gather_comm, WeightGather), "is attached already; attach() once"),
-        (hooked, "has the hook that HSDP needs here; drop set_all_reduce_hook()"),
+        (hsdp and group._all_reduce_hook is not None, "has the hook HSDP needs; drop set_all_reduce_hook()"),
         (weights is not None and several, "gathers several types, or fp8; set param_dtype, or gather='none'"),
         (no_room, "gathers neither bf16 nor fp32, which lossless shortens; use bf16, or gather='int8'"),
         (scaled, "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"),
     ):
         if found:
             raise CompressionConfigError(f"attach(): the module of {name} {reason}")
+    return [mesh.shard_process_group, *([mesh.replicate_process_group] if hsdp else [])]
