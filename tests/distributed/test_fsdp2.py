@@ -124,6 +124,9 @@ def learning_worker(rank: int, ranks: int) -> None:
         optimizer.step()
         reference(torch.ones(1, WIDTH, device=DEVICE))
     assert len(lines) == 2, "what is sent between a step and the next pass is not the model's"
+    meshes = init_device_mesh(DEVICE, (ranks, 1), mesh_dim_names=("other", "own"))
+    assert "payloads of 0.000 MB" in attach(build(mesh=meshes["own"])).summary(), "one rank sends nothing"
+    assert "payloads of 0.000 MB" not in attach(build(mesh=meshes)).summary(), "but to replicas it does"
 
 
 def test_losses() -> None:

@@ -170,7 +170,7 @@ class Fsdp2Compression:
             line += f" {traffic} {own / 1e6:.3f} of {instead / 1e6:.3f} MB,"
             sent, plain = sent + own, plain + instead
         payloads = max(one.buffer_bytes for one in self.gathers)
-        payloads += max(one.sums[0].buffer_bytes() for one in self.reduces)
+        payloads += max(sums.buffer_bytes() for one in self.reduces for sums in one.sums)
         memory = sum(values.nbytes for values in self.state_dict().values())
         line += f" ratio {plain / sent if sent else 1:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
         line += f" and gradients' memory of {memory / 1e6:.3f} MB"

@@ -84,7 +84,8 @@ class GradientSums:
     def buffer_bytes(self) -> int:
         """Of one reduction's payloads, sent and received; 0 where they are not a codec's."""
         codec, ranks = getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None), self.topology.world_size
-        return 2 * ranks * codec.payload_bytes((-(-self.numel // ranks),)) if codec and self.numel else 0
+        numel = self.numel if ranks > 1 else 0
+        return 2 * ranks * codec.payload_bytes((-(-numel // ranks),)) if codec and numel else 0
 
 
 @dataclass(eq=False)
