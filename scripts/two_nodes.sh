@@ -4,13 +4,16 @@
 #   scripts/two_nodes.sh 200mbit pretrain_gpt.py <flags>       RANKS=n a node (default 1)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[[ "${1:-}" =~ ^[0-9]+[mg]bit$ && -n "${2:-}" ]] || { sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 2; }
+[[ "${1:-}" =~ ^[1-9][0-9]*[mg]bit$ && -n "${2:-}" ]] || { sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 2; }
+for tool in ip tc; do command -v $tool >/dev/null || { echo "error: $tool is missing; install iproute2" >&2; exit 1; }; done
+[ "$EUID" = 0 ] || { echo "error: network namespaces need root; start this with sudo" >&2; exit 1; }
 rate=$1 ranks=${RANKS:-1} burst=256k nodes=() && shift
 [[ $rate == *gbit ]] && burst=${rate%gbit}m
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 finish() {
+    trap '' INT TERM  # a second Ctrl-C leaves nothing behind
     { kill "${nodes[@]}" && wait; ip link del taco1.$$; } 2>/dev/null || true  # its pair: where no namespace holds it
-    for node in 1 2; do ip netns del taco$node.$$; done
+    for node in 1 2; do ip netns del taco$node.$$ 2>/dev/null || true; done
 }
 trap finish EXIT
 trap 'exit 143' INT TERM
