@@ -75,7 +75,7 @@ def merged(rows: list[dict]) -> list[dict]:
         none, none_least, none_most, ms, least, most = (float(row[name]) for name in TIMES)
         speeds = {"speed": none / ms, "low": none_least / most, "high": none_most / least}
         row |= {name: f"{value:.2f}" for name, value in speeds.items()}
-    return [last[key] for key in sorted(last, key=lambda key: ([*LINKS].index(key[0]), *key[1:]))]
+    return [last[key] for key in sorted(last, key=lambda key: ([*LINKS, key[0]].index(key[0]), *key))]
 
 
 def filled(text: str, rows: list[dict]) -> str:
@@ -112,7 +112,7 @@ def draw(rows: list[dict], path: Path) -> None:
             [float(row[name]) for row in models.values()] for name in ("speed", "low", "high")
         )
         least, most, low, high = min(speed), max(speed), min(lows), max(highs)
-        begin, how = min(least, 1), {"color": LINKS[where[0]], "height": 0.7}
+        begin, how = min(least, 1), {"color": LINKS.get(where[0], "black"), "height": 0.7}
         axes.barh(place, max(most, 1) - begin, left=begin, **how)
         axes.barh(place, high - low, left=low, alpha=0.4, **how)
         text = f"{least:.2f}" + f" - {most:.2f}" * (most > least)
