@@ -2,10 +2,12 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +60,12 @@ class BenchSetting:
 def parse_setting(text: str) -> BenchSetting:
     """``int4 int6 --validate-uncompressed`` -> its specs and flags; the run itself refuses what they name.
 
-    Raises: ValueError: no spec, or more than two.
+    Raises: ArgumentTypeError: no spec, or more than two.
     """
     words = shlex.split(text)
     count = next((i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words))
     if count not in (1, 2):
-        raise ValueError(f"{text!r}: give one codec, or two, and then flags")
+        raise ArgumentTypeError(f"{text!r}: give one codec, or two, and then flags")
     flags = []
     for word in words[count:]:
         flags += word.split("=", 1) if word.startswith("--") else [word]
@@ -80,26 +82,23 @@ def torchrun(
     ranks: int,
     script: str | Path,
     words: Sequence[object],
-    log: Path,
     show: Callable[[str], float | None] = lambda line: None,
-    limit: float | None = None,
+    limit: float = threading.TIMEOUT_MAX,
     rate: str = "",
     **environment: str,
 ) -> None:
-    """Run ranks of a script on this host to their end, output to ``log``, each line of it given to ``show``.
+    """Run ranks of a script on this host to their end, each line of output given to ``show``.
     After ``limit`` seconds the ranks are ended; what ``show`` returns is a new limit from then on.
     ``rate``: of the link between two nodes of two_nodes.sh, each with half of them.
 
-    Raises: RuntimeError: they failed or were ended; has the log's end.
+    Raises: RuntimeError: they failed or were ended; has the output's end.
     """
-    timer = threading.Timer(0, print)  # never started: until there is a limit
 
-    def allow(seconds: float) -> None:
-        nonlocal timer
-        timer.cancel()
+    def started(seconds: float) -> threading.Timer:
         timer = threading.Timer(seconds, process.terminate)
         timer.daemon = True
         timer.start()
+        return timer
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     if rate:
@@ -107,19 +106,27 @@ def torchrun(
         environment |= {"RANKS": str(ranks // 2), "PYTHON": sys.executable}
     command += [str(ROOT / script), *map(str, words)]
     shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
-    log.parent.mkdir(parents=True, exist_ok=True)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    with log.open("w") as stream, subprocess.Popen(command, cwd=ROOT, env=shared, **pipes) as process:
-        stream.write(shlex.join(command) + "\n")
-        if limit is not None:
-            allow(limit)
-        for line in process.stdout:
-            stream.write(line)
-            if (seconds := show(line)) is not None:
-                allow(seconds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end = deque([shlex.join(command) + "\n"], maxlen=40)
+    with subprocess.Popen(command, cwd=ROOT, env=shared, **pipes) as process:
+        timer = started(limit)
+        try:
+            for line in process.stdout:
+                end.append(line)
+                if (seconds := show(line)) is not None:
+                    timer.cancel()
+                    timer = started(seconds)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            process.terminate()
+            process.communicate()  # no rank stays, and no network namespace
+            sys.exit("stopped")
+        late = not timer.is_alive()
         timer.cancel()
     if process.returncode:
-        raise RuntimeError(f"the run failed; its output is in {log}:\n{log.read_text()[-3000:]}")
+        how = "was ended at its limit" if late else "failed"
+        raise RuntimeError(f"the run {how}; its output ends with\n{''.join(end)}")
 
 
 def rules_of(args: Namespace, words: list[str]) -> dict:

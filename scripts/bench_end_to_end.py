@@ -51,10 +51,9 @@ from _launch import FLAGS, SETTINGS_HELP, BenchSetting, parse_setting, torchrun
 from megatron.compression.huggingface.models import MODELS, as_arguments, megatron_flags
 from megatron.compression.report.render import table as markdown
 
-MODEL = """--transformer-impl local
-    --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --attention-dropout 0
-    --hidden-dropout 0 --lr 1e-5 --mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0
-    --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader"""
+MODEL = """--transformer-impl local --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4
+    --attention-dropout 0 --hidden-dropout 0 --lr 1e-5 --mock-data --tokenizer-type NullTokenizer --split
+    100,0,0 --eval-iters 0 --eval-interval 100000 --no-create-attention-mask-in-dataloader"""
 REGIMES: dict[str, dict[str, str]] = {
     "nvlink": {},
     "pcie": {"NCCL_P2P_DISABLE": "1"},
@@ -106,18 +105,16 @@ CODECS = {
 
 
 def flags_of(options: Namespace) -> list:
-    """What every run is started with: the model, and how it is spread. Raises: ValueError: not possible."""
-    if (options.shape == "qwen3-30b-a3b") != bool(options.expert_parallel):
-        raise ValueError(f"--shape {options.shape}: --expert-parallel goes with qwen3-30b-a3b alone")
+    """What every run is started with: the model, and how it is spread."""
     shape = SHAPES[options.shape].format(stages=options.pipeline_parallel).split()
     flags = [*MODEL.split(), *(word for word in shape if not (options.fp32 and word == "--bf16"))]
+    sizes = [flags[place + 1] for place, word in enumerate(flags) if word == "--micro-batch-size"]
+    micro = options.micro_batch_size or int(sizes[-1])  # the last one wins
+    flags += ["--micro-batch-size", micro]
     if options.expert_parallel:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
     tensor, context, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
-    sizes = [flags[place + 1] for place, word in enumerate(flags) if word == "--micro-batch-size"]
-    micro = options.micro_batch_size or int(sizes[-1])  # the last one wins
-    flags += ["--micro-batch-size", micro]
     flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
     flags += ["--context-parallel-size", context] if context > 1 else []
     flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
@@ -129,18 +126,19 @@ def flags_of(options: Namespace) -> list:
     return flags
 
 
-def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, ...]]:
-    """The command line: options with the rest in ``extra``, a run's flags, the ledger's classes to show."""
+def parse(words: list[str] | None = None) -> Namespace:
+    """The command line; ``extra`` is not the script's, ``flags`` a run's, ``traffic`` the table's."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--codecs", nargs="+", help=f"settings, one after the other: {SETTINGS_HELP}")
+    what = f"settings, one after the other: {SETTINGS_HELP}"
+    add("--codecs", dest="settings", nargs="+", type=parse_setting, help=what)
     add("--regimes", nargs="+", default=list(REGIMES))
     add("--communicators", type=int, default=1, help="over which each message is sent, compressed or not")
-    add("--iterations", type=int, default=13, help=f"of a block; the first {WARM_UP} are not timed")
+    add("--iterations", type=int, default=13, help=f"of a block; {WARM_UP} are not timed, 4 in graphs")
     add("--cuda-graphs", nargs="+", choices=GRAPHS, default=["none"], help="none is eager")
-    add("--json", type=Path, help="write the rows here")
+    add("--json", type=argparse.FileType("a"), help="write the rows here")
     add("--limit", type=float, default=300, help="seconds for a row, its run's start included")
     add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
     add("--tensor-parallel", dest="ranks", type=int)
@@ -162,11 +160,15 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     if options.expert_parallel:
         if max(sizes.values()) > 1:
             parser.error("--expert-parallel: experts are measured alone; drop the other --...-parallel")
-        for name in ("sequence_parallel", "micro_batches", "no_overlap", "fp32_gradients"):
-            if getattr(options, name):
-                flag = name.replace("_", "-")
-                parser.error(f"--{flag} has no effect with --expert-parallel; leave it out")
         sizes = {"expert": options.expert_parallel}
+    if (options.shape == "qwen3-30b-a3b") != bool(options.expert_parallel):
+        parser.error(f"--shape {options.shape}: --expert-parallel and qwen3-30b-a3b go together alone")
+    idle = ["micro_batches"] * bool(options.expert_parallel)
+    idle += ["sequence_parallel"] * (options.tensor_parallel == 1)
+    idle += ["no_overlap", "fp32_gradients"] * (options.data_parallel * options.context_parallel == 1)
+    for name in idle:
+        if getattr(options, name):
+            parser.error(f"--{name.replace('_', '-')} has no effect in this layout; leave it out")
     spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
     options.dimension, options.ranks = spread[0], math.prod(sizes.values())
     if options.iterations <= (least := max(map(untimed, options.cuda_graphs))):
@@ -174,17 +176,14 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list, tuple[str, .
     if spread == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
     for one in options.regimes:
-        if one not in REGIMES and (options.ranks % 2 or not re.fullmatch("[0-9]+[mg]bit", one)):
+        if one not in REGIMES and (options.ranks % 2 or not re.fullmatch("[1-9][0-9]*[mg]bit", one)):
             parser.error(f"--regimes {one}: give {', '.join(REGIMES)} or, for even ranks, a rate as 10gbit")
-    options.codecs = options.codecs or CODECS[spread[0]]
+    options.settings = options.settings or [parse_setting(text) for text in CODECS[spread[0]]]
     names = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
     traffic = [f"{names[one]}.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
     traffic += ["dp.gradient", "dp.weight"] if {"data", "context"} & {*spread} else []
-    try:
-        options.settings = [parse_setting(text) for text in options.codecs]
-        return options, flags_of(options), tuple(traffic)
-    except ValueError as error:
-        parser.error(str(error))
+    options.traffic, options.flags = tuple(traffic), flags_of(options)
+    return options
 
 
 def untimed(graphs: str) -> int:
@@ -192,7 +191,7 @@ def untimed(graphs: str) -> int:
     return WARM_UP + (graphs != "none")
 
 
-def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
+def run(options: Namespace) -> None:
     """Run every regime and print the table; exit status 1 where a row is missing."""
     rows: list[dict] = []
 
@@ -200,15 +199,16 @@ def run(options: Namespace, flags: list[str], traffic: tuple[str, ...]) -> None:
         rows.append(row)
         print(*_cells(row), sep=" | ", flush=True)
         if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            Path(options.json.name).write_text(json.dumps(rows, indent=1) + "\n")
 
     for regime in options.regimes:
         for graphs in options.cuda_graphs:
             for together in launches(options.dimension, options.settings, graphs):
                 while together:
-                    made = _run(options, regime, graphs, together, flags, traffic, keep)
+                    made = _run(options, regime, graphs, together, keep)
                     together = together[made + 1 :]  # without the one that failed
-        print(f"\n{table([row for row in rows if row['regime'] == regime], traffic)}", flush=True)
+        mine = [row for row in rows if row["regime"] == regime]
+        print(f"\n{table(mine, options.traffic, options.settings[0].text)}", flush=True)
     if len(rows) < len(options.regimes) * len(options.cuda_graphs) * len(options.settings):
         sys.exit(1)
 
@@ -221,24 +221,16 @@ def launches(dimension: str, settings: list[BenchSetting], graphs: str) -> list[
     return [list(together) for _, together in groupby(settings, lambda setting: setting.flags)]
 
 
-def _run(
-    options: Namespace,
-    regime: str,
-    graphs: str,
-    settings: list[BenchSetting],
-    flags: list[str],
-    traffic: tuple[str, ...],
-    keep: Callable[[dict], None],
-) -> int:
+def _run(options: Namespace, regime: str, graphs: str, settings: list[BenchSetting], keep: Callable) -> int:
     """Start a run, keep a row for each block that ends; how many did."""
     # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
     first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
-    flags = [*flags, *GRAPHS[graphs]]
+    flags = [*options.flags, *GRAPHS[graphs]]
     if graphs == "full_iteration" and "--overlap-param-gather" in flags:
         flags.remove("--overlap-param-gather")  # compressed weights are gathered outside the graph
     words, auto = _words(options, first, flags), first.flags[: len(AUTO)] == AUTO
     before = checked_in(options, graphs) if auto else 0
-    words += ["--train-iters", before + options.iterations * len(settings)]
+    words += ["--train-iters", before + options.iterations * len(settings), "--log-interval", 1]
     order = {"settings": [one.words(options.dimension) for one in settings], "before": before}
     order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
     made, payloads = 0, ""
@@ -261,7 +253,7 @@ def _run(
             row |= {"communicators": options.communicators, "ranks": options.ranks}
             row |= {"auto": auto, "payloads": payloads}
             row |= {"flags": shlex.join(map(str, _words(options, setting, flags)))}
-            keep(row | summary(lines, traffic) | {"peak_memory": json.loads(found[1])})
+            keep(row | summary(lines, options.traffic) | {"peak_memory": json.loads(found[1])})
             made += 1
             return AT_THE_END if made == len(settings) else options.limit
 
@@ -269,9 +261,8 @@ def _run(
         rate = "" if regime in REGIMES else regime
         environment["MEGATRON_COMPRESSION_COMMUNICATORS"] = str(options.communicators)
         words += ["--compression-report", report]
-        log = Path(folder, "log.txt")
         try:
-            torchrun(options.ranks, __file__, words, log, show, options.limit, rate, **environment)
+            torchrun(options.ranks, __file__, words, show, options.limit, rate, **environment)
         except RuntimeError as error:
             where = settings[made].text if made < len(settings) else "after the last row"
             print(f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True)
@@ -305,16 +296,18 @@ def _cells(row: dict) -> list[str]:
     return [row["regime"], row["graphs"], row["codec"], row["payloads"], memory, times]
 
 
-def table(rows: list[dict], traffic: tuple[str, ...]) -> str:
-    """Markdown; speed-ups against the first setting of each regime and kind of graphs, of medians and of the
-    extremes."""
+def table(rows: list[dict], traffic: tuple[str, ...], first: str) -> str:
+    """Markdown; speed-ups against the ``first`` setting in each regime and kind of graphs, of medians and of
+    the extremes; none where that failed."""
     columns = ["regime", "graphs", "codec", "payloads travel", "peak GB", "ms (least - most)"]
     lines = [[*columns, "speed-up (range)", *(f"{name} MB" for name in traffic), "loss"]]
     for row in rows:
-        base = next(one for one in rows if all(one[key] == row[key] for key in ("regime", "graphs")))
-        speed_up = base["milliseconds"] / row["milliseconds"]
-        least, most = base["least"] / row["most"], base["most"] / row["least"]
-        cells = [*_cells(row), f"{speed_up:.2f} ({least:.2f} - {most:.2f})"]
+        cells = [*_cells(row), "-"]
+        same = {"codec": first, "regime": row["regime"], "graphs": row["graphs"]}
+        if base := next((one for one in rows if same.items() <= one.items()), None):
+            speed_up = base["milliseconds"] / row["milliseconds"]
+            least, most = base["least"] / row["most"], base["most"] / row["least"]
+            cells[-1] = f"{speed_up:.2f} ({least:.2f} - {most:.2f})"
         cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
         lines.append([*cells, f"{row['last_loss']:.4f}"])
     text = "\n".join(markdown(*lines))
@@ -397,4 +390,4 @@ if __name__ == "__main__":
     if _ORDER in os.environ:
         worker()
     else:
-        run(*parse(sys.argv[1:]))
+        run(parse(sys.argv[1:]))

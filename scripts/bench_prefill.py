@@ -16,7 +16,6 @@ import re
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from itertools import groupby
@@ -37,15 +36,15 @@ def parse(words: list[str] | None = None) -> Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
-    add("--codecs", nargs="+", default=["none", "int8", "int6", "taco", "none"], help=SETTINGS_HELP)
+    codecs = [parse_setting(text) for text in ("none", "int8", "int6", "taco", "none")]
+    add("--codecs", dest="settings", nargs="+", type=parse_setting, default=codecs, help=SETTINGS_HELP)
     add("--regimes", nargs="+", choices=REGIMES, default=["nvlink", "pcie"])
     add("--shape", choices=[name for name in SHAPES if name != "thin"], default="1.75b")
     add("--tokens", nargs="+", type=int, default=[4096, 8192], help="lengths of the prompt")
     add("--tensor-parallel", type=int, default=2)
     add("--limit", type=float, default=200, help="seconds for a row, its run's start included")
-    add("--json", type=Path, help="write the rows here")
+    add("--json", type=argparse.FileType("a"), help="write the rows here")
     options, options.extra = parser.parse_known_args(words)
-    options.settings = [parse_setting(text) for text in options.codecs]
     return options
 
 
@@ -62,42 +61,41 @@ def run(options: Namespace) -> None:
             words += ["--seq-length", max(options.tokens), "--max-position-embeddings", max(options.tokens)]
             words += ["--tensor-model-parallel-size", options.tensor_parallel]
             order = {"settings": [one.words("tensor") for one in settings], "tokens": options.tokens}
-
             run = {"shape": options.shape, "ranks": options.tensor_parallel, "regime": regime}
             run["flags"] = shlex.join(map(str, words))
 
-            def show(line: str, run: dict = run, names: tuple = tuple(s.text for s in settings)) -> None:
-                if found := re.search(f"{_ROW} (.*)", line):
-                    row = json.loads(found[1])
-                    rows.append({**run, "codec": names[row.pop("setting")], **row})
-                    print(json.dumps(rows[-1]), flush=True)
-                    if options.json:
-                        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            def show(line: str, run: dict = run, settings: list = settings) -> float | None:
+                if (found := re.search(f"{_ROW} (.*)", line)) is None:
+                    return None
+                row = json.loads(found[1])
+                rows.append({**run, "codec": settings[row.pop("setting")].text, **row})
+                print(json.dumps(rows[-1]), flush=True)
+                if options.json:
+                    Path(options.json.name).write_text(json.dumps(rows, indent=1) + "\n")
+                return options.limit
 
             environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
-            with tempfile.TemporaryDirectory() as folder:
-                log, script = Path(folder, "log.txt"), Path(__file__).resolve()
-                try:
-                    torchrun(options.tensor_parallel, script, words, log, show, options.limit, **environment)
-                except RuntimeError as error:
-                    print(f"error: {regime}, {first.text}: {error}", file=sys.stderr, flush=True)
-                    failed = True
-    print(f"\n{table(rows)}", flush=True)
+            try:
+                torchrun(options.tensor_parallel, __file__, words, show, options.limit, **environment)
+            except RuntimeError as error:
+                print(f"error: {regime}, {first.text}: {error}", file=sys.stderr, flush=True)
+                failed = True
+    print(f"\n{table(rows, options.settings[0].text)}", flush=True)
     if failed:
         sys.exit(1)
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown; speed-ups against the first setting of each regime, length and kind of graphs."""
+def table(rows: list[dict], first: str) -> str:
+    """Markdown; speed-ups against the ``first`` setting in each regime, length and kind of graphs."""
     columns = "regime, tokens, graphs, codec, ms (least - most), host ms, speed-up, MB sent, of uncompressed"
     lines = [columns.split(", ")]
     for row in sorted(rows, key=lambda row: (row["regime"], row["tokens"], row["graphs"])):
-        same = ("regime", "tokens", "graphs")
-        base = next(one for one in rows if all(one[key] == row[key] for key in same))
+        same = {"codec": first} | {key: row[key] for key in ("regime", "tokens", "graphs")}
+        base = next((one for one in rows if same.items() <= one.items()), None)
         cells = [row["regime"], str(row["tokens"]), row["graphs"], row["codec"]]
         ms = row["milliseconds"]
         cells += [f"{ms:.2f} ({row['least']:.2f} - {row['most']:.2f})", f"{row['host_ms']:.2f}"]
-        cells += [f"{base['milliseconds'] / ms:.2f}", f"{row['sent'] / 1e6:.1f}"]
+        cells += [f"{base['milliseconds'] / ms:.2f}" if base else "-", f"{row['sent'] / 1e6:.1f}"]
         lines.append([*cells, f"{row['sent'] / max(row['plain'], 1):.2f}"])
     return "\n".join(markdown(*lines))
 

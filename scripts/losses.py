@@ -68,7 +68,8 @@ def parse_args() -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group(required=True)
     for dimension in FLAGS:
         which.add_argument(f"--{dimension}-parallel", type=int, metavar="RANKS")
-    add("--codecs", nargs="+", required=True, help=f"settings, the first compared with: {SETTINGS_HELP}")
+    what = f"settings, the first compared with: {SETTINGS_HELP}"
+    add("--codecs", dest="settings", nargs="+", required=True, type=parse_setting, help=what)
     add("--seeds", type=int, nargs="+", default=[1], help="every setting with each of them")
     add("--noise-seed", type=int, default=2, help="of one more run of the first setting; 0: none")
     add("--model", choices=SHAPES, help="default: small on GPUs, tiny on CPUs")
@@ -79,12 +80,8 @@ def parse_args() -> argparse.Namespace:
     limit = "seconds: start no run that would end later, by the longest so far"
     add("--time-limit", type=float, default=math.inf, help=limit)
     options, options.extra = parser.parse_known_args()
-    options.dimension = next(name for name in FLAGS if getattr(options, f"{name}_parallel"))
+    options.dimension = next(name for name in FLAGS if getattr(options, f"{name}_parallel") is not None)
     options.ranks = getattr(options, f"{options.dimension}_parallel")
-    try:
-        options.settings = [parse_setting(text) for text in options.codecs]
-    except ValueError as error:
-        parser.error(f"--codecs: {error}")
     return options
 
 
@@ -116,7 +113,7 @@ def train_missing(
         try:
             results.append({**run, **train(run)})
         except RuntimeError as error:
-            sys.exit(f"error: {run['setting']!r}: {error}")
+            sys.exit(f"error: {run['setting']!r}, logs in {output}: {error}")
         longest = max(longest, time.monotonic() - started)
         file.write_text(json.dumps(results, indent=1) + "\n")
     present = [result for run in runs if (result := find(results, run)) is not None]
@@ -172,10 +169,12 @@ def train(setting: BenchSetting, run: dict, data: dict[str, str], options: argpa
     began = time.monotonic()
 
     def show(line: str) -> None:
+        log.write(line)
         if "validation loss at iteration" in line:
             print(f"{setting.text}: {line.strip().split(' | lm loss PPL')[0]}", flush=True)
 
-    torchrun(options.ranks, "pretrain_gpt.py", words, folder / "log.txt", show, **environment)
+    with (folder / "log.txt").open("w") as log:
+        torchrun(options.ranks, "pretrain_gpt.py", words, show, **environment)
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
     print(f"{setting.text}, seed {run['seed']}: {summary['validation_loss']:.4f}", flush=True)
     kept = ("validation_loss", "test_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")

@@ -12,12 +12,12 @@ from megatron.compression.auto import plan
 
 def test_auto_is_timed_behind_its_check():
     """As many iterations as the check has turns."""
-    options, _, _ = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
+    options = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
     found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print)
     assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + found.iterations
     found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print, bench.WARM_UP + 1)
     assert bench.checked_in(options, "full_iteration") == 1 + plan.WARM_UP + found.iterations
-    options, _, _ = bench.parse(["--data-parallel", "2"])
+    options = bench.parse(["--data-parallel", "2"])
     assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
 
 
@@ -38,11 +38,12 @@ def test_ranges_and_speed_ups_of_the_table():
             ("full_iteration", "int6", (10.0, 11.0, 12.0)),
         )
     ]
-    text = bench.table(rows, traffic)
+    text = bench.table(rows, traffic, "none")
     row = "| pcie | full_iteration | {} | over NCCL | device_used 12.30 | {} | 1.5 | 0.0 | 5.0000 |"
     assert row.format("none", "22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20)") in text
     assert row.format("int6", "11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40)") in text
     assert text.endswith("Communicators of every message: 2.")
+    assert "| 11.0 (10.0 - 12.0) | - |" in bench.table(rows[2:], traffic, "none")
 
 
 RUN = """
@@ -73,7 +74,7 @@ def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
         "--tensor-parallel 2 --regimes pcie --codecs none int6 int8 --limit 1 --iterations 6 --cuda-graphs"
     )
     with pytest.raises(SystemExit):
-        bench.run(*bench.parse([*words.split(), "full_iteration", "--json", str(tmp_path / "rows.json")]))
+        bench.run(bench.parse([*words.split(), "full_iteration", "--json", str(tmp_path / "rows.json")]))
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["codec"], row["graphs"], row["iterations"]) for row in rows] == [
         (codec, "full_iteration", 2) for codec in ("none", "int8")
@@ -81,7 +82,8 @@ def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
     assert "--cuda-graph-impl full_iteration" in rows[0]["flags"]
     assert rows[0]["payloads"] == "over stand-ins" and rows[0]["peak_memory"] == {"allocated": 1e9}
     row = "pcie | full_iteration | int8 | over stand-ins | allocated 1.00 | 5.0 (5.0 - 5.0)\n"
-    assert row in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert row in shown.out and "int6: the run was ended at its limit" in shown.err
 
 
 def test_what_is_captured_once_has_a_run_of_its_own() -> None:
@@ -96,3 +98,23 @@ def test_variables_of_a_setting_are_the_runs() -> None:
     assert nodes.words("data") == ["--dp-compression", "sdp4bit"]
     auto = _launch.parse_setting("none --compression=auto")
     assert auto.flags == bench.AUTO and auto.words("pipeline") == ["--compression", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--json /none/rows.json", "can't open '/none/rows.json'"),
+        ("--fp32-gradients", "--fp32-gradients has no effect"),
+        ("--regimes 0mbit", "--regimes 0mbit: give"),
+        ("--shape 1.3b --expert-parallel 2", "go together"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_run(words, said, capsys) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(words.split())
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_given_is_what_runs() -> None:
+    flags = bench.parse(["--expert-parallel", "2", "--micro-batch-size", "8"]).flags
+    assert flags[len(flags) - flags[::-1].index("--micro-batch-size")] == 8

@@ -27,8 +27,8 @@ def test_the_file_is_as_it_would_be_written(today) -> None:
 
 def row(words: str, codec: str, times: tuple[float, float, float], **more) -> dict:
     """As bench_end_to_end.py writes it."""
-    options, flags, _ = bench.parse(["--codecs", codec, *words.split()])
-    flags = " ".join(map(str, bench._words(options, options.settings[0], flags)))
+    options = bench.parse(["--codecs", codec, *words.split()])
+    flags = " ".join(map(str, bench._words(options, options.settings[0], options.flags)))
     one = {"shape": options.shape, "regime": "pcie", "graphs": "none", "codec": codec, "ranks": options.ranks}
     one |= dict(zip(("milliseconds", "least", "most"), times, strict=True))
     return one | {"flags": flags, "peak_memory": {"allocated": 2e9}} | more
@@ -78,6 +78,7 @@ def test_a_newer_row_replaces_an_older_one(today) -> None:
     words = "--tensor-parallel 2"
     settings = ("a", "none", 40), ("a", "int8", 20), ("b", "none", 90), ("b", "int6", 30)
     runs = [row(words, codec, (ms, ms, ms), row=run) for run, codec, ms in settings]
+    runs += [row(words, codec, (9, 9, 9), regime="50mbit") for codec in ("none", "int8")]
     rows = draw_readme.merged(today + draw_readme.measured(runs, **STAMP))
     assert len(rows) == len({tuple(one[name] for name in draw_readme.KEY) for one in today + rows})
     page = "<!--=pcie;TP 2;eager;{};8 layers of 4096-->{}<!---->"

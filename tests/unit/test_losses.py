@@ -73,5 +73,5 @@ def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path) -> No
 
     with pytest.raises(SystemExit) as ended:
         losses.train_missing(_runs(), train, tmp_path)
-    assert ended.value.code == "error: 'codec': the codec run failed"
+    assert ended.value.code == f"error: 'codec', logs in {tmp_path}: the codec run failed"
     assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == ["none"]
