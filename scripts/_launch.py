@@ -66,9 +66,7 @@ def parse_setting(text: str) -> BenchSetting:
     count = next((i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words))
     if count not in (1, 2):
         raise ArgumentTypeError(f"{text!r}: give one codec, or two, and then flags")
-    flags = []
-    for word in words[count:]:
-        flags += word.split("=", 1) if word.startswith("--") else [word]
+    flags = [part for word in words[count:] for part in word.split("=", 1 if word.startswith("--") else 0)]
     return BenchSetting(text, tuple(words[:count]), tuple(flags))
 
 
@@ -108,7 +106,7 @@ def torchrun(
     shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    end = deque([shlex.join(command) + "\n"], maxlen=40)
+    end = deque([shlex.join(command) + "\n"], maxlen=100)
     with subprocess.Popen(command, cwd=ROOT, env=shared, **pipes) as process:
         timer = started(limit)
         try:
@@ -122,11 +120,11 @@ def torchrun(
             process.terminate()
             process.communicate()  # no rank stays, and no network namespace
             sys.exit("stopped")
-        late = not timer.is_alive()
+        how = "failed" if timer.is_alive() else "was ended at its limit"
         timer.cancel()
     if process.returncode:
-        how = "was ended at its limit" if late else "failed"
-        raise RuntimeError(f"the run {how}; its output ends with\n{''.join(end)}")
+        said = [line for line in end if line.startswith("error:")][:1] or end
+        raise RuntimeError(f"the run {how}; its output ends with\n{''.join(said)}")
 
 
 def rules_of(args: Namespace, words: list[str]) -> dict:

@@ -61,8 +61,7 @@ REGIMES: dict[str, dict[str, str]] = {
 }
 WARM_UP = 3
 """Iterations of a block that are not timed; in CUDA graphs the capture follows them."""
-_GRAPHS = ["--no-check-for-nan-in-loss-and-grad", "--cuda-graph-warmup-steps", str(WARM_UP)]
-_GRAPHS += ["--cuda-graph-impl"]
+_GRAPHS = ["--no-check-for-nan-in-loss-and-grad", "--cuda-graph-warmup-steps", WARM_UP, "--cuda-graph-impl"]
 GRAPHS = {"none": [], "full_iteration": [*_GRAPHS, "full_iteration"], "local": [*_GRAPHS, "local"]}
 """What megatron-core needs for a kind of CUDA graphs."""
 AUTO = ("--compression", "auto")
@@ -203,10 +202,12 @@ def run(options: Namespace) -> None:
 
     for regime in options.regimes:
         for graphs in options.cuda_graphs:
-            for together in launches(options.dimension, options.settings, graphs):
-                while together:
-                    made = _run(options, regime, graphs, together, keep)
-                    together = together[made + 1 :]  # without the one that failed
+            waiting = launches(options.dimension, options.settings, graphs)
+            while waiting:
+                together = waiting.pop(0)
+                made = _run(options, regime, graphs, together, keep)
+                sure = made > 0 or len(together) == 1  # which one failed; else each runs by itself
+                waiting[:0] = [[one] for one in together[made + sure :]]
         mine = [row for row in rows if row["regime"] == regime]
         print(f"\n{table(mine, options.traffic, options.settings[0].text)}", flush=True)
     if len(rows) < len(options.regimes) * len(options.cuda_graphs) * len(options.settings):
@@ -249,8 +250,8 @@ def _run(options: Namespace, regime: str, graphs: str, settings: list[BenchSetti
             begin = before + made * options.iterations
             lines = history[begin + untimed(graphs) : begin + options.iterations]
             setting = settings[made]
-            row = {"shape": options.shape, "regime": regime, "graphs": graphs, "codec": setting.text}
-            row |= {"communicators": options.communicators, "ranks": options.ranks}
+            row = {key: getattr(options, key) for key in ("shape", "communicators", "ranks")}
+            row |= {"regime": regime, "graphs": graphs, "codec": setting.text}
             row |= {"auto": auto, "payloads": payloads}
             row |= {"flags": shlex.join(map(str, _words(options, setting, flags)))}
             keep(row | summary(lines, options.traffic) | {"peak_memory": json.loads(found[1])})
@@ -264,7 +265,7 @@ def _run(options: Namespace, regime: str, graphs: str, settings: list[BenchSetti
         try:
             torchrun(options.ranks, __file__, words, show, options.limit, rate, **environment)
         except RuntimeError as error:
-            where = settings[made].text if made < len(settings) else "after the last row"
+            where = "; ".join(one.text for one in settings[made : made + 1 if made else None]) or "at the end"
             print(f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True)
     return made
 

@@ -47,14 +47,16 @@ def test_ranges_and_speed_ups_of_the_table():
 
 
 RUN = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
+if "int9" in os.environ["BENCH_ORDER"]:
+    sys.exit("error: int9 is unknown")
 words = sys.argv[1:]
 report = pathlib.Path(words[words.index("--compression-report") + 1])
 report.mkdir()
 length, blocks = 6, int(words[words.index("--train-iters") + 1]) // 6
 row = {"milliseconds_per_iteration": 5.0, "losses": {"lm loss": 2.0}, "bytes_per_iteration": {}}
 for block in range(blocks):
-    if "int6" in json.loads(__import__("os").environ["BENCH_ORDER"])["settings"][block]:
+    if "int6" in json.loads(os.environ["BENCH_ORDER"])["settings"][block]:
         time.sleep(60)
     with open(report / "history.jsonl", "a") as history:
         history.writelines(json.dumps(row) + "\\n" for _ in range(length))
@@ -63,7 +65,11 @@ for block in range(blocks):
 """
 
 
-def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [("int6", "was ended at its limit"), ("int9", "failed; its output ends with\nerror")],
+)
+def test_a_setting_that_fails_costs_one_row(bad, said, tmp_path, monkeypatch, capsys) -> None:
     """Its rows before stay, its later settings run again by themselves; in graphs, eager, local."""
     (tmp_path / "run.py").write_text(RUN)
     python = tmp_path / "python"  # in the place of torch.distributed.run and what it starts
@@ -71,7 +77,7 @@ def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
     python.chmod(0o755)
     monkeypatch.setattr(_launch.sys, "executable", str(python))
     words = (
-        "--tensor-parallel 2 --regimes pcie --codecs none int6 int8 --limit 1 --iterations 6 --cuda-graphs"
+        f"--tensor-parallel 2 --regimes pcie --codecs none {bad} int8 --limit 1 --iterations 6 --cuda-graphs"
     )
     with pytest.raises(SystemExit):
         bench.run(bench.parse([*words.split(), "full_iteration", "--json", str(tmp_path / "rows.json")]))
@@ -83,7 +89,7 @@ def test_a_run_that_hangs_costs_one_row(tmp_path, monkeypatch, capsys) -> None:
     assert rows[0]["payloads"] == "over stand-ins" and rows[0]["peak_memory"] == {"allocated": 1e9}
     row = "pcie | full_iteration | int8 | over stand-ins | allocated 1.00 | 5.0 (5.0 - 5.0)\n"
     shown = capsys.readouterr()
-    assert row in shown.out and "int6: the run was ended at its limit" in shown.err
+    assert row in shown.out and f"{bad}: the run {said}" in shown.err
 
 
 def test_what_is_captured_once_has_a_run_of_its_own() -> None:
