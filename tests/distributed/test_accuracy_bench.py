@@ -5,10 +5,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication import Ledger, TorchTransport, all_gather, all_reduce, reduce_scatter
 from megatron.compression.communication.topology import find_topology
-from megatron.compression.communication.transport import TorchTransport
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import GradientBucket
 from scripts.accuracy.data_parallel import NODES, RANKS, sum_gradients

@@ -9,10 +9,7 @@ import torch.distributed as dist
 
 from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.codecs.identity import IdentityCodec
-from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.policy import Policy, Rule
-from megatron.compression.communication.site import Run
-from megatron.compression.communication.transport import Transports
+from megatron.compression.communication import Ledger, Policy, Rule, Run, Transports
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import device_of
 from tests.distributed.transport_audit import TransportAudit, total_of

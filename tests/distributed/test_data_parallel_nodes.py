@@ -8,9 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication import Ledger, Transports
 from megatron.compression.communication.topology import find_topology, nodes_of
-from megatron.compression.communication.transport import Transports
 from tests.distributed.spawn import spawned
 from tests.distributed.test_data_parallel_hooks import nodes_worker
 from tests.distributed.test_sdp4bit import bytes_worker, check_bytes

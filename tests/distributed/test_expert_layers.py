@@ -68,8 +68,7 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
     """By layout: by codec the loss, the relative error of the gradients and both counts of bytes."""
     from megatron.core import parallel_state
 
-    from megatron.compression.compression import attach
-    from megatron.compression.config import CompressionConfig
+    from megatron.compression import CompressionConfig, attach
     from megatron.compression.expert_parallel.config import ExpertParallelConfig
     from megatron.compression.tensor_parallel.config import TensorParallelConfig
 

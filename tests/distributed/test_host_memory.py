@@ -18,12 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import Policy, host_memory
+from megatron.compression.communication import Ledger, Policy, Rule, TransportError, Transports, host_memory
 from megatron.compression.communication.host_memory import SLOTS, HostMemory, HostMemoryError, Step, largest
-from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.policy import Rule
 from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.communication.transport import HostTransport, TransportError, Transports
+from megatron.compression.communication.transport import HostTransport
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import GradientBucket
 from megatron.compression.data_parallel.weights import BucketWeights

@@ -202,8 +202,7 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     """One iteration and one evaluation of the case's model."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron.compression.communication import Policy, Run
-    from megatron.compression.communication.ledger import Ledger
+    from megatron.compression.communication import Ledger, Policy, Run
     from megatron.compression.communication.overflow import State, overflow
     from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
     from megatron.compression.pipeline_parallel.hooks import PipelineParallel

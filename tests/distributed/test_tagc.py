@@ -40,9 +40,8 @@ def make_sync(
     topology=None,
 ):
     """A sync over a made-up bucket, by default over torch.distributed; packed: a fifth of each rank."""
-    from megatron.compression.communication.ledger import Ledger
+    from megatron.compression.communication import Ledger, Transports
     from megatron.compression.communication.topology import find_topology
-    from megatron.compression.communication.transport import Transports
     from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
     from megatron.compression.tagc import parts, sync
 

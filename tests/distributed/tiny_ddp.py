@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron.compression.communication import Policy
-from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.site import Run
-from megatron.compression.communication.transport import Transports
+from megatron.compression.communication import Ledger, Policy, Run, Transports
 from megatron.compression.data_parallel.config import DataParallelConfig
 from tests.distributed.tiny_gpt import SEQUENCE, VOCABULARY, device_of, inputs_of, transformer_config
 

@@ -6,11 +6,8 @@ import torch
 
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication import Ledger, Policy, Run, Transports
 from megatron.compression.communication.meter import ErrorMeter
-from megatron.compression.communication.policy import Policy
-from megatron.compression.communication.site import Run
-from megatron.compression.communication.transport import Transports
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 VOCABULARY = 96

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron.compression import CompressionConfig, CompressionConfigError, attach
+from megatron.compression import Compression, CompressionConfig, CompressionConfigError, attach
 from megatron.compression.auto import plan
 from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.plan import DimensionPlan, RunPlan, choose
 from megatron.compression.codecs.recipes import RECIPES
-from megatron.compression.compression import Compression
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.unit.megatron_args import EXPERTS, experts, megatron, parsed

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.compression import bridge
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression import CompressionConfigError, bridge
 
 
 def container(model_config: bool = False, **changes) -> SimpleNamespace:

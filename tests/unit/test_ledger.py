@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from megatron.compression import Compression, CompressionConfig
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC, Ledger, bytes_sent
-from megatron.compression.compression import Compression
-from megatron.compression.config import CompressionConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron.compression.communication import Policy
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication import Ledger, Policy
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig

@@ -5,14 +5,11 @@ import torch
 from megatron.core import rerun_state_machine, tensor_parallel
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine
 
-from megatron.compression import flags, repetition
+from megatron.compression import CompressionConfigError, flags, repetition
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication import Ledger, Policy, Rule, Run
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.overflow import State, encode, overflow
-from megatron.compression.communication.policy import Policy, Rule
-from megatron.compression.communication.site import Run
-from megatron.compression.errors import CompressionConfigError
 from megatron.compression.patches import loop
 from tests.unit.megatron_args import parsed
 from tests.unit.one_rank import one_rank  # noqa: F401
