@@ -36,6 +36,9 @@ TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 3
     --distributed-timeout-minutes 2"""
 
 START_FAST = Path(__file__).parent / "start_fast"
+UNKNOWN = "that the ledger does not know"
+"""What the audit of a run's first iteration says of bytes that nobody has counted."""
+NONE_SKIPPED = "number of skipped iterations:   0 | number of nan iterations:   0"
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 
-def make_dataset(directory: Path, megabytes: float = 0.5, vocabulary: int = 512) -> tuple[Path, Path]:
+def make_dataset(directory: Path, megabytes: float = 0.5) -> tuple[Path, Path]:
     """Write text, a SentencePiece tokenizer trained on it, and the tokenised dataset into ``directory``.
 
     Returns:
@@ -17,7 +17,7 @@ def make_dataset(directory: Path, megabytes: float = 0.5, vocabulary: int = 512)
 
     text, model, prefix = directory / "train.jsonl", directory / "tokenizer.model", directory / "train"
     _corpus.write_corpus(directory, "stdlib", megabytes, (1, 0, 0))
-    _corpus.write_tokenizer(model, text, vocabulary)
+    _corpus.write_tokenizer(model, text, 512)
     flags = [
         *("--input", text, "--output-prefix", prefix, "--append-eod", "--workers", 1),
         *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),

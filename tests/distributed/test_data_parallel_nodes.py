@@ -116,13 +116,8 @@ def four_ranks_worker(rank: int, world_size: int) -> dict:
 results = spawned(four_ranks_worker, 4)
 
 
-def test_two_nodes(results) -> None:
-    """The workers' own assertions hold on every rank."""
-    assert len(results) == 4
-
-
 def test_parameters_cut_without_the_mark(results) -> None:
-    """Each tensor-parallel rank trains its own softmax offsets."""
+    """Each tensor-parallel rank trains its own softmax offsets; the workers' own assertions hold."""
     for result in results:
         gradient, weight = result["cut"]
         assert gradient < 1e-3 and weight < 0.5

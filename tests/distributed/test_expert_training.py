@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Run, go_back_to, pretrain, tiny_flags
+from tests.distributed.launch import UNKNOWN, Run, go_back_to, pretrain, tiny_flags
 from tests.distributed.test_matrix import check_replicas
 
 EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
@@ -33,7 +33,6 @@ DEEPSEEK = """--tensor-model-parallel-size 2 --sequence-parallel --bf16 --hidden
     --moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid
     --moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
     --attention-dropout 0 --hidden-dropout 0 --lr 4e-3 --train-iters 3"""
-UNKNOWN = "that the ledger does not know"
 
 
 def train(*flags: str, ranks: int = 4) -> Run:

@@ -25,16 +25,14 @@ ITERATIONS = 50
 BY_SITE = "int6;fc2=int5/int6;@1=int8;qkv@0=none"
 
 
-def replica_worker(
-    rank: int, world_size: int, iterations: int, settings: dict | None = None
-) -> tuple[list[str], float, float]:
+def replica_worker(rank: int, world_size: int, iterations: int) -> tuple[list[str], float, float]:
     """Train and hash everything that tensor-parallel ranks must hold in common.
 
     Returns:
         Hashes (residual stream after each layer, replicated parameters) in order, first and last loss.
     """
     start_model_parallel(world_size)
-    run = run_with(**(settings or {}))
+    run = run_with()
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     hashes: list[str] = []
     for layer in model.decoder.layers:

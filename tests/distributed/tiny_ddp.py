@@ -180,11 +180,11 @@ def train(rank: int, setup: Setup, iterations: int) -> tuple[Training, list[floa
     return training, losses
 
 
-def batch_of(step: int, rank: int, size: int = 2) -> dict[str, torch.Tensor]:
+def batch_of(step: int, rank: int) -> dict[str, torch.Tensor]:
     """Tokens that differ between ranks: each next one follows from the last, with some noise."""
     generator = torch.Generator().manual_seed(1000 * (step % 8) + rank)
-    tokens = torch.randint(0, VOCABULARY, (size, SEQUENCE + 1), generator=generator)
-    keep = torch.rand(size, SEQUENCE, generator=generator) < 0.8
+    tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+    keep = torch.rand(2, SEQUENCE, generator=generator) < 0.8
     for i in range(SEQUENCE):
         follows = (3 * tokens[:, i] + 1) % VOCABULARY
         tokens[:, i + 1] = torch.where(keep[:, i], follows, tokens[:, i + 1])

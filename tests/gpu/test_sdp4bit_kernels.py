@@ -31,7 +31,7 @@ def _close(exact: torch.Tensor, wires: torch.Tensor, format: GroupFormat, numel:
     difference = apart(exact, wires, format, numel)
     allowed = 2e-4 + 2 / exact.shape[0] / numel if format.hadamard else 0.0
     assert difference.codes <= allowed and difference.grid_steps <= 1 and difference.padding, difference
-    assert difference.steps <= (2**-14 if format.hadamard else 0.0), difference
+    assert difference.scales <= (2**-14 if format.hadamard else 0.0), difference
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

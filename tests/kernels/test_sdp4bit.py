@@ -124,7 +124,7 @@ def main() -> int:
             difference = apart(exact, wires, format, numel)
             # a rotation sums in another order: a value near the middle of two codes may move
             assert difference.codes < 0.004 and difference.grid_steps <= 1, difference
-            assert difference.steps <= 1e-4 * format.hadamard and difference.padding, difference
+            assert difference.scales <= 1e-4 * format.hadamard and difference.padding, difference
 
             # codes times steps are exact, so sums are bit-equal; the interpreter truncates to bf16
             ulp = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 2e-6)

@@ -38,26 +38,20 @@ def parsed(*flags: str, **megatron) -> argparse.Namespace:
 def megatron(**changes) -> argparse.Namespace:
     """Megatron's arguments as far as an iteration's messages follow from them: 8 layers of 4096, TP 4."""
     given = dict(
-        **dict(world_size=4, tensor_model_parallel_size=4, pipeline_model_parallel_size=1),
-        **dict(context_parallel_size=1, data_parallel_size=1, virtual_pipeline_model_parallel_size=None),
+        **dict(world_size=4, tensor_model_parallel_size=4, virtual_pipeline_model_parallel_size=None),
         **dict(num_layers=8, hidden_size=4096, seq_length=2048, micro_batch_size=4, global_batch_size=16),
-        **dict(sequence_parallel=False, params_dtype=torch.bfloat16, recompute_granularity=None),
-        **dict(overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False),
-        **dict(num_distributed_optimizer_instances=1),
-        **dict(use_distributed_optimizer=False, accumulate_allreduce_grads_in_fp32=True),
-        **dict(ddp_bucket_size=None, num_experts=None, transformer_impl="local", swiglu=False),
+        **dict(params_dtype=torch.bfloat16, overlap_grad_reduce=False, ddp_bucket_size=None, swiglu=False),
+        **dict(accumulate_allreduce_grads_in_fp32=True),
     )
-    return argparse.Namespace(**{**given, **changes})
+    return argparse.Namespace(**{**MEGATRON, **given, **changes})
 
 
 def experts(**changes) -> argparse.Namespace:
     """8 experts, 2 for a token, in each of 8 layers, EP 4."""
     given = dict(
-        **dict(num_experts=8, expert_model_parallel_size=4, expert_tensor_parallel_size=1),
-        **dict(moe_router_topk=2, moe_token_dispatcher_type="alltoall", moe_router_dtype=None),
-        **dict(moe_expert_capacity_factor=None, moe_pad_expert_input_to_capacity=False, moe_layer_freq=1),
-        **dict(moe_latent_size=None, moe_shared_expert_intermediate_size=None),
-        **dict(moe_shared_expert_overlap=False, overlap_moe_expert_parallel_comm=False),
-        **dict(tensor_model_parallel_size=1, data_parallel_size=4, recompute_modules=None),
+        **dict(expert_model_parallel_size=4, tensor_model_parallel_size=1, data_parallel_size=4),
+        **dict(moe_router_topk=2, moe_router_dtype=None, moe_expert_capacity_factor=None, moe_layer_freq=1),
+        **dict(moe_shared_expert_intermediate_size=None, moe_shared_expert_overlap=False),
+        **dict(overlap_moe_expert_parallel_comm=False),
     )
-    return megatron(**{**given, **changes})
+    return megatron(**{**EXPERTS, **given, **changes})

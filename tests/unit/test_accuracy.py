@@ -44,14 +44,6 @@ def plain_forward(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
     return token_losses(logits.reshape(-1, config.vocabulary), targets.reshape(-1))
 
 
-@pytest.fixture
-def partials() -> torch.Tensor:
-    """[W, T, h] with a part common to all tokens."""
-    generator = torch.Generator().manual_seed(5)
-    common = 4 * torch.randn(1, 1, 256, generator=generator)
-    return (common + torch.randn(4, 12, 256, generator=generator)).bfloat16()
-
-
 @pytest.mark.parametrize("name", ["none", "none-tp2", "none-sp"])
 def test_without_codecs_it_is_the_plain_model(name):
     setting = setting_of(name)

@@ -51,16 +51,6 @@ USED = EXPERTS | dict(context_parallel_size=2)
 """Of arguments as they are parsed: experts and context parallelism in use."""
 
 
-def untimed(**changes) -> list[DimensionPlan]:
-    """What is decided for a run of experts and context parallelism whose messages cannot be timed."""
-    args = parsed("--compression", "auto", **{**USED, **changes})
-    run = Measurement.__new__(Measurement)
-    run.args, run.config, run._not_attachable, run._times = args, resolve(args), {}, {}
-    run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0, not_captured=set())
-    run.lines = []
-    return list(run.decide(0.0).dimensions)
-
-
 @pytest.mark.parametrize(
     ("begin", "costs", "timed", "said"),
     [
@@ -116,8 +106,13 @@ def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) ->
 
 def test_what_cannot_be_combined_is_a_line():
     """Not an error: experts of the flex dispatcher, Transformer Engine's ring."""
-    settings = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
-    one, other = untimed(**settings, transformer_impl="transformer_engine")
+    settings = dict(moe_token_dispatcher_type="flex", transformer_impl="transformer_engine")
+    args = parsed("--compression", "auto", **{**USED, **settings})
+    run = Measurement.__new__(Measurement)
+    run.args, run.config, run._not_attachable, run._times = args, resolve(args), {}, {}
+    run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0, not_captured=set())
+    run.lines = []
+    one, other = run.decide(0.0).dimensions
     assert (one.dimension, one.name, one.link) == ("expert_parallel", "none", "not timed")
     assert "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens" in one.why
     assert other.dimension == "context_parallel" and "keys and values on in a ring of its own" in other.why

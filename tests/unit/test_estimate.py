@@ -20,8 +20,8 @@ def environment(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
-def made(gpus: int, link: str, flags: str, per_node: int = 8) -> Estimate:
-    cluster = Cluster(per_node, SPEEDS[link], SPEEDS["ethernet"])
+def made(gpus: int, link: str, flags: str) -> Estimate:
+    cluster = Cluster(8, SPEEDS[link], SPEEDS["ethernet"])
     return Estimate(parse_megatron([*BASE.split(), *flags.split()], gpus), cluster, 720e12)
 
 

@@ -49,12 +49,12 @@ def padding_mask() -> torch.Tensor:
     return (torch.arange(SEQUENCE)[None] >= lengths[:, None])[:, None, None]
 
 
-def output_and_gradients(attention, groups: int, mask, dtype=torch.float32) -> list[torch.Tensor]:
+def output_and_gradients(attention, groups: int, mask) -> list[torch.Tensor]:
     """The context and the gradients of query, key and value for a fixed random output gradient."""
-    inputs = random_qkv(groups, dtype)
+    inputs = random_qkv(groups)
     context = attention(*inputs, mask)
     assert context.shape == (SEQUENCE, BATCH, HEADS * HEAD_DIM)
-    gradient = torch.randn(context.shape, generator=torch.Generator(DEVICE).manual_seed(4)).to(dtype)
+    gradient = torch.randn(context.shape, generator=torch.Generator(DEVICE).manual_seed(4))
     return [context.detach(), *torch.autograd.grad(context, inputs, gradient)]
 
 

@@ -15,14 +15,14 @@ class Pending:
         self.log.append(f"{self.name} waited")
 
 
-def work_of(log: list[str], name: str, exchanges: int, result: object = None) -> Work:
+def work_of(log: list[str], name: str, exchanges: int) -> Work:
     """Work of some exchanges, each noted when it starts and when it is waited for."""
 
     def start(number: int) -> Work:
         log.append(f"{name}{number} started")
 
         def finish() -> object:
-            return (result or name) if number == exchanges else start(number + 1)
+            return name if number == exchanges else start(number + 1)
 
         return Work(Pending(log, f"{name}{number}"), finish, exchanges - number + 1)
 

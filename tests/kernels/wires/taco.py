@@ -22,6 +22,12 @@ class Difference(NamedTuple):
     """Whether the zeros at the ends are alike."""
 
 
+def relative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Differences of scales, which may both be NaN."""
+    ratio = (a - b).abs() / a.abs().clamp(min=1e-37)
+    return ratio.masked_fill(a.isnan() & b.isnan(), 0.0).masked_fill(a.isnan() != b.isnan(), torch.inf)
+
+
 def ranks(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
     """int32 numbers of codes along the grid: neighbours differ by one."""
     if config.is_float:
@@ -56,13 +62,12 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> Differe
         return Difference(0.0, 0, 0.0, torch.equal(a, b))
     for x, y in zip(a, b, strict=True):
         (codes_x, scales_x, pad_x), (codes_y, scales_y, pad_y) = parts(x, config), parts(y, config)
-        nan_x, nan_y = scales_x.isnan(), scales_y.isnan()
-        codes_x, codes_y = (codes[~nan_x[: len(codes)]] for codes in (codes_x, codes_y))
+        coded = ~scales_x.isnan()
+        codes_x, codes_y = (codes[coded[: len(codes)]] for codes in (codes_x, codes_y))
         distance = (ranks(codes_x, config) - ranks(codes_y, config)).abs()
         near = (reference.code_values(codes_x, config) - reference.code_values(codes_y, config)).abs()
         distance = torch.where(near < 1e-6 * config.qmax, distance.clamp(max=1), distance)
-        ratio = (scales_x - scales_y).abs() / scales_x.abs().clamp(min=1e-37)
-        ratio = ratio.masked_fill(nan_x & nan_y, 0.0).masked_fill(nan_x != nan_y, torch.inf)
+        ratio = relative(scales_x, scales_y)
         differing, total = differing + int((distance > 0).sum()), total + distance.numel()
         steps = max(steps, int(distance.max()) if distance.numel() else 0)
         scales = max(scales, float(ratio.max()) if ratio.numel() else 0.0)
