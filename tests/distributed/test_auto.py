@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.launch import UNKNOWN, Run, go_back_to, pretrain, tiny_flags
 from tests.distributed.spawn import spawn
+from tests.unit.megatron_args import EXPERTS, parsed
 
 SLOW = "tests/distributed/slow_links.py"
 CHECKED = 2 + 2 * 2 * 2
@@ -128,14 +129,14 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
     import torch
     from megatron.core import parallel_state
 
-    from megatron.compression.auto.measurement import Sender, Stopwatch
+    from megatron.compression.auto.measurement import Sender, Stopwatch, dimension_config
     from megatron.compression.auto.messages import MessageKind
     from megatron.compression.auto.plan import largest
     from megatron.compression.codecs.recipes import RECIPES
-    from megatron.compression.codecs.registry import settings_of
     from megatron.compression.communication.topology import find_topology
     from megatron.compression.communication.transport import Transports
     from megatron.compression.config import CompressionConfig
+    from megatron.compression.data_parallel.config import DataParallelConfig
 
     sends = {
         "tensor_parallel": ("tp.forward all_reduce", "tp.forward reduce_scatter", "tp.backward all_gather"),
@@ -148,6 +149,7 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
     sends["tensor_parallel"] += shared
     sizes = {one: {f"{one.replace('_', '_model_')}_size": 2} for one in sends}
     sizes |= {"data_parallel": {}, "context_parallel": {"context_parallel_size": 2}}
+    args = parsed(use_distributed_optimizer=True, main_params_dtype=None, **EXPERTS)
     random_state = torch.cuda.get_rng_state if torch.cuda.is_available() else torch.get_rng_state
     state, found = random_state(), []
     for dimension, words in sends.items():
@@ -156,12 +158,8 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
         for sharded in (True, False) if dimension == "data_parallel" else (True,):
             sender = Sender(Transports(), find_topology, sharded, watch.device)
             for recipe in (None, *RECIPES[dimension]):
-                settings = {} if recipe is None else {"compression": recipe.compression, "min_mb": 0.0}
-                if recipe is not None and recipe.backward:
-                    settings["backward"] = recipe.backward
-                if recipe is not None and dimension == "data_parallel":
-                    settings["weights"] = "sdp4bit:intra=4" if "sdp4bit" in recipe.name else "lossless"
-                rules = settings_of(CompressionConfig)[dimension].type(**settings).rules(0)
+                part = recipe and dimension_config(CompressionConfig(), dimension, recipe, args)
+                rules = part.rules(0) if part else {}
                 for word in words:
                     traffic, operation = word.split()
                     tokens = operation == "all_to_all" or "tokens" in operation
@@ -169,7 +167,7 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
                     shape = (8192,) if dimension == "data_parallel" else (32, 128) if tokens else (32, 2, 64)
                     kind = (dimension, traffic, operation, shape, torch.bfloat16, 1.0)
                     message = MessageKind(*kind, unequal=unequal)
-                    send = sender.sends(message, rules[traffic] if recipe else None)
+                    send = sender.sends(message, rules.get(traffic))
                     send()
                     result = send()
                     if tokens and unequal:
@@ -184,7 +182,7 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)  # of one rank each
     sender = Sender(Transports(), lambda ranks, *_: find_topology(ranks), True, watch.device)
     message = MessageKind("data_parallel", "dp.outer", "outer", (8192,), torch.bfloat16, 1.0)
-    rules = settings_of(CompressionConfig)["data_parallel"].type(compression="int8").rules(0)
+    rules = DataParallelConfig(compression="int8").rules(0)
     found += [watch.seconds(sender.sends(message, rule)) for rule in (None, rules["dp.outer"])]
     assert sender.describe(message, 1.0).startswith("0.0156 MiB all_reduce")
     parallel_state.destroy_model_parallel()

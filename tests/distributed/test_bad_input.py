@@ -97,15 +97,13 @@ class TestCheckpoints:
         assert_one_line(run, name)
 
 
-class TestLostRank:
-    LONG = (*tiny_flags(train_iters="1000000"), "--use-distributed-optimizer", "--overlap-grad-reduce")
-
-    def test_the_others_end_by_themselves(self) -> None:
-        run = start("pretrain_gpt.py", *self.LONG, processes=2)
-        try:
-            run.wait_for("iteration        3/", timeout=200)
-            run.processes[0].kill()  # as a lost machine would end
-            assert run.processes[1].wait(timeout=60) != 0
-        finally:
-            run.kill()
-        assert any("lost the connection to another rank" in line for line in run.lines)
+def test_when_a_rank_is_lost_the_others_end_by_themselves() -> None:
+    flags = tiny_flags("--use-distributed-optimizer", "--overlap-grad-reduce", train_iters="1000000")
+    run = start("pretrain_gpt.py", *flags, processes=2)
+    try:
+        run.wait_for("iteration        3/", timeout=200)
+        run.processes[0].kill()  # as a lost machine would end
+        assert run.processes[1].wait(timeout=60) != 0
+    finally:
+        run.kill()
+    assert any("lost the connection to another rank" in line for line in run.lines)

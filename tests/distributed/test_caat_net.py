@@ -15,9 +15,11 @@ from tests.distributed.tiny_gpt import (
     FULL,
     HIDDEN,
     LAYERS,
+    QWEN,
     SEQUENCE,
     batch,
     build_tiny_gpt,
+    replicated,
     run_with,
     start_model_parallel,
 )
@@ -26,17 +28,12 @@ from tests.distributed.transport_audit import TransportAudit, total_of
 HEADS, BATCH = 4, 2
 INT8 = "int8:scales=single"
 INT8_BOUND = 0.02  # of a gradient, relative
-QWEN_LIKE = dict(
-    **dict(normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, add_qkv_bias=True),
-    **dict(num_query_groups=2, gated_linear_unit=True, activation_func=torch.nn.functional.silu),
-)
 
 
 def _loss_of(logits: torch.Tensor, rank: int) -> torch.Tensor:
     """A rank's addend of a loss without communication: some function of its logits ``[b, s, v / W]``."""
     generator = torch.Generator().manual_seed(100 + rank)
-    target = torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
-    target = target.to(logits.device)
+    target = torch.randn(logits.shape, generator=generator, dtype=logits.dtype).to(logits.device)
     return ((logits - target).square() * target.sigmoid()).sum() / logits.shape[0]
 
 
@@ -106,9 +103,7 @@ def gradients_of(
     return {
         "parameters": {name: p.detach().cpu() for name, p in model.named_parameters()},
         "gradients": {name: p.main_grad.detach().cpu() for name, p in model.named_parameters()},
-        "replicated": {
-            name for name, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
-        },
+        "replicated": set(replicated(model)),
         "loss": loss,
         "rows": run.ledger.rows(),
     }
@@ -174,7 +169,7 @@ def _check_gradients(gradients: dict, emulation: EmulatedCaatNet, rank: int) -> 
 
 GRADIENT_CASES = [
     (0.5, {}, False),
-    (0.3, {**QWEN_LIKE, **FULL}, False),
+    (0.3, {**QWEN, **FULL, "add_qkv_bias": True}, False),
     (1.0, {}, True),
     (1.0, {}, False),
     (0.5, FULL, False, False, INT8),
@@ -270,11 +265,7 @@ def train_twice(rank: int, world_size: int, fraction: float, codec: str) -> dict
         "rows": run.ledger.rows(),
         "line": log_line(1, None, _by_name(_totals(run.ledger))[0]),
         "losses": losses,
-        "replicated": {
-            name: p.detach().float().cpu()
-            for name, p in model.named_parameters()
-            if not getattr(p, "tensor_model_parallel", False)
-        },
+        "replicated": {name: p.detach().float().cpu() for name, p in replicated(model).items()},
         "shared": last[..., :shared],
         "private": last[..., shared:],
     }

@@ -46,9 +46,7 @@ def collectives_worker(rank: int, world_size: int) -> dict:
             before = x.clone()
 
             exact_sum = all_reduce(x, parse_codec("identity"), TorchTransport(group)).wait()
-            in_order = inputs[0].float()
-            for other in inputs[1:]:
-                in_order = in_order + other.float()
+            in_order = sum((other.float() for other in inputs[1:]), inputs[0].float())
             assert torch.equal(exact_sum, in_order.to(dtype)), (shape, dtype)
             # Without a codec: the addends travel in 16 bits, their fp32 sum is rounded once.
             rounded_once = fp32_all_reduce(x, group).wait()
@@ -68,7 +66,6 @@ def collectives_worker(rank: int, world_size: int) -> dict:
                 outputs[f"{shape} {dtype} {format}"] = result.float().cpu().numpy().tobytes()
             assert torch.equal(x, before), "the input must be left as it is"
     _check_scatter_and_gather(rank, world_size, group)
-    _check_nonfinite(rank, group)
     _check_bytes(world_size, group)
     _check_several_communicators(rank, world_size, group)
     slow = dist.new_group(range(world_size), timeout=datetime.timedelta(minutes=7))
@@ -95,17 +92,6 @@ def _check_scatter_and_gather(rank: int, world_size: int, group) -> None:
         assert torch.equal(into, shard)
     with pytest.raises(ValueError, match="must divide"):
         reduce_scatter(torch.ones(world_size + 1, 2), codec, TorchTransport(group))
-
-
-def _check_nonfinite(rank: int, group) -> None:
-    """A NaN or Inf on one rank reaches every rank, and only its own group."""
-    x = torch.ones(4, 128, device=device_of(rank))
-    if rank == 1:
-        x[2, 5] = float("nan")
-        x[3, 7] = float("inf")
-    result = all_reduce(x, parse_codec("taco"), TorchTransport(group)).wait()
-    assert torch.isfinite(result[:2]).all()
-    assert not torch.isfinite(result[2:]).any()
 
 
 def _check_bytes(world_size: int, group) -> None:

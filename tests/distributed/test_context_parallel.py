@@ -11,7 +11,7 @@ from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.codecs.identity import IdentityCodec
 from megatron.compression.communication import Ledger, Policy, Rule, Run, Transports
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_gpt import device_of
+from tests.distributed.tiny_gpt import device_of, transformer_config
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 48, 2, 4, 2, 8
@@ -38,7 +38,6 @@ class Identity64(IdentityCodec):
 def build(ranks: int, kind, run: Run | None = None):
     """An attention of one rank, or of one among ``ranks`` with ``run``'s compression."""
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.compression.context_parallel.config import ContextParallelConfig
     from megatron.compression.context_parallel.hooks import ContextParallel
@@ -48,12 +47,10 @@ def build(ranks: int, kind, run: Run | None = None):
         cp = dist.group.WORLD
 
     sizes = dict(hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, num_query_groups=GROUPS)
-    config = TransformerConfig(
-        num_layers=1,
+    config = transformer_config(
+        1,
         **sizes,
         context_parallel_size=ranks,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
         attention_backend=AttnBackend.unfused,  # others sum gradients in any order on GPUs
     )
     attention = SDPACoreAttention(config, 1, kind, "self", pg_collection=Collection)

@@ -13,7 +13,7 @@ from megatron.compression.communication.topology import find_topology, nodes_of
 from tests.distributed.spawn import spawned
 from tests.distributed.test_data_parallel_hooks import nodes_worker
 from tests.distributed.test_sdp4bit import bytes_worker, check_bytes
-from tests.distributed.tiny_ddp import Setup, Training, start
+from tests.distributed.tiny_ddp import Setup, Training, digest, same_everywhere, start, train
 
 
 def hosts_worker(rank: int) -> None:
@@ -69,26 +69,18 @@ def cut_worker(rank: int) -> tuple[float, float]:
     setup = Setup(softmax="learnable")
     plain = replace(setup, distributed_optimizer=False, overlap=False)
     expected, compressed = (
-        Training(rank, replace(plain, settings=settings)) for settings in ({}, {"compression": "identity"})
+        train(rank, replace(plain, settings=settings), 1)[0] for settings in ({}, {"compression": "identity"})
     )
     assert sorted(cut_without_mark(compressed.model).values()) == [OFFSET, OFFSET.replace("0", "1")]
-    for training in (expected, compressed):
-        training.step()
     gradient = _error(expected, compressed, OFFSET, "main_grad")
     expected, compressed = (
-        Training(rank, replace(setup, settings=settings))
+        train(rank, replace(setup, settings=settings), 4)[0]
         for settings in ({}, {"compression": "sdp4bit", "weights": "int8"})
     )
-    for training in (expected, compressed):
-        for _ in range(4):
-            training.step()
-        training.settle()
     norms = torch.cat(
         [p.detach().float() for n, p in compressed.model.named_parameters() if "layernorm" in n]
     )
-    ranks: list[torch.Tensor] = [torch.empty_like(norms) for _ in range(4)]
-    torch.distributed.all_gather(ranks, norms)
-    assert all(torch.equal(one, norms) for one in ranks), "replicas are alike"
+    assert same_everywhere(digest(norms)), "replicas are alike"
     return gradient, _error(expected, compressed, OFFSET, "data")
 
 

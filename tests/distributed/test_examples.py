@@ -235,21 +235,17 @@ def directives(script: Path) -> set[str]:
     return {line.split()[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
 
 
-@pytest.mark.parametrize(
-    ("script", "entrypoint"),
-    [("gpt/train_llama3_8b.sh", "pretrain_gpt.py"), ("qwen/pretrain_qwen_taco.sh", "pretrain_qwen.py")],
-)
-def test_slurm_script_places_each_node(tmp_path, script, entrypoint):
+def test_slurm_script_places_each_node(tmp_path):
     fake(tmp_path, "torchrun", 'printf "%s\n" "$@"')
     # --gpus-per-node h100:4 --exclusive on nodes of eight
     asked = {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_NODE": "h100:4"}
     env = slurm(tmp_path, nodes=4, NODE="3", DATA_PATH="pile", TOKENIZER_MODEL="pile", **asked)
-    words = printed(["bash", SLURM, script, "--taco", "--seed", "7"], env, tmp_path)
+    words = printed(["bash", SLURM, QWEN, "--taco", "--seed", "7"], env, tmp_path)
     assert words[:10] == [
         *("--nproc_per_node", "4", "--nnodes", "4", "--node_rank", "3"),
         *("--master_addr", "node-7", "--master_port", "32345"),
     ]
-    assert words[10] == str(REPO / entrypoint)
+    assert words[10] == str(REPO / "pretrain_qwen.py")
     assert words[-4:] == ["--taco", "--seed", "7", "--exit-signal-handler"]
     assert words[words.index("--save") + 1] == words[words.index("--load") + 1]
     assert {"--signal=B:TERM@300", "--requeue", "--open-mode=append"} <= directives(SLURM)

@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from tests.distributed.spawn import spawned
-from tests.distributed.tiny_gpt import FULL, batch, build_tiny_gpt, run_with, start_model_parallel
+from tests.distributed.tiny_gpt import (
+    FULL,
+    QWEN,
+    batch,
+    build_tiny_gpt,
+    replicated,
+    run_with,
+    start_model_parallel,
+)
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 SEQUENCES = 3  # halves of two and one
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
-LLAMA = dict(
-    normalization="RMSNorm",
-    add_bias_linear=False,
-    gated_linear_unit=True,
-    activation_func=torch.nn.functional.silu,
-    num_query_groups=2,
-)
 SP = dict(sequence_parallel=True)
 
 CASES: dict[str, tuple[dict, dict]] = {
@@ -29,7 +30,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     "recomputed": ({"codec": "identity"}, dict(FULL, hidden_dropout=0.1)),
     "recomputed in part": ({"codec": "identity", "layers": "0"}, dict(BLOCK, **SP)),
     "core attention recomputed": ({"codec": "identity"}, dict(recompute_granularity="selective")),
-    "llama": ({"codec": "identity"}, LLAMA),
+    "llama": ({"codec": "identity"}, dict(QWEN, qk_layernorm=False)),
     "fp32 residual": ({"codec": "none"}, dict(fp32_residual_connection=True)),
     "frozen": ({"codec": "none"}, SP),
     "lossless": ({"codec": "lossless", "layers": "0"}, {}),
@@ -73,7 +74,7 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
     return {
         "losses": losses,
         "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-        "shards": {name: p.partition_dim for name, p in model.named_parameters() if _is_sharded(p)},
+        "replicated": set(replicated(model)),
         "random": torch.get_rng_state(),
         "sent": audit.sent,
         "kinds": {row["kind"] for row in run.ledger.rows()},
@@ -85,22 +86,21 @@ def _loss(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
     return model(**{name: value for name, value in inputs.items() if name != "labels"}).square().sum()
 
 
-def _is_sharded(parameter: torch.nn.Parameter) -> bool:
-    return getattr(parameter, "tensor_model_parallel", False)
-
-
 def _in_halves(model: torch.nn.Module) -> None:
     from megatron.compression.tensor_parallel import halves_block
 
     halves_block.attach(model)
 
 
-def _changed_layers() -> dict:
-    """What halves would leave out of a layer, or compute otherwise: by the words of the refusal."""
+def _refused(rank: int, world_size: int) -> dict[str, str | None]:
+    """What is said of what halves would leave out of a layer, or compute otherwise; by the expected words."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
+    from megatron.compression.errors import CompressionConfigError
+    from megatron.compression.tensor_parallel import halves_block
+
     other = type("OtherLayer", (TransformerLayer,), {})
-    return {
+    changes = {
         "is a OtherLayer": lambda layer: setattr(layer, "__class__", other),
         "has hooks": lambda layer: layer.register_forward_hook(lambda *_: None),
         "in a way of its own": lambda layer: setattr(layer, "mlp_bda", lambda *_: None),
@@ -108,14 +108,8 @@ def _changed_layers() -> dict:
         "cross attention": lambda layer: setattr(layer, "pre_cross_attn_layernorm", torch.nn.LayerNorm(1)),
     }
 
-
-def _refused(rank: int, world_size: int) -> dict[str, str | None]:
-    """What is said of each."""
-    from megatron.compression.errors import CompressionConfigError
-    from megatron.compression.tensor_parallel import halves_block
-
     said: dict[str, str | None] = {}
-    for words, change in _changed_layers().items():
+    for words, change in changes.items():
         model = build_tiny_gpt(rank, world_size, run_with())
         change(model.decoder.layers[1])
         try:
@@ -226,5 +220,5 @@ def test_replicas_agree(results: list[dict]) -> None:
         sides = [rank[case][1] for rank in (first, second)]
         if "sequence parallel" in case or case in ("recomputed in part", "frozen"):
             continue  # each rank has its part of these until they are finalised
-        for name in sides[0]["gradients"].keys() - sides[0]["shards"].keys():
+        for name in sides[0]["gradients"].keys() & sides[0]["replicated"]:
             assert torch.equal(*(side["gradients"][name] for side in sides)), (case, name)

@@ -40,9 +40,7 @@ def collectives_worker(rank: int, world_size: int) -> dict[str, int]:
         for wild in (None, 0, world_size - 1):  # no rank's values, the first's, the last's
             for size in SIZES:
                 x = [rank_tensor(r, 2 * world_size, size, dtype, r == wild) for r in range(world_size)]
-                exact = x[0].float()
-                for other in x[1:]:
-                    exact = exact + other.float()
+                exact = sum((other.float() for other in x[1:]), x[0].float())
                 before, total = x[rank].clone(), 0
 
                 def count(operation: str, nbytes: int) -> None:

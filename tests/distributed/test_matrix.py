@@ -76,15 +76,10 @@ class Cell:
     def flags(self) -> list[str]:
         """Everything but the compression."""
         micro_batch = BATCH // self.micro_batches // self.data_parallel
-        words = [
-            *model_flags(self.architecture, self.tied),
-            *f"--tensor-model-parallel-size 2 --micro-batch-size {micro_batch}".split(),
-            *RECOMPUTE[self.recompute].split(),
-            *PRECISIONS[self.precision].split(),
-            *PIPELINES[self.pipeline].split(),
-            *OPTIMIZERS[self.optimizer].split(),
-        ]
-        return words + ["--sequence-parallel"] * self.sequence_parallel
+        words = f"""--tensor-model-parallel-size 2 --micro-batch-size {micro_batch} {PIPELINES[self.pipeline]}
+            {PRECISIONS[self.precision]} {RECOMPUTE[self.recompute]} {OPTIMIZERS[self.optimizer]}"""
+        words += " --sequence-parallel" * self.sequence_parallel
+        return [*model_flags(self.architecture, self.tied), *words.split()]
 
     @property
     def compressed(self) -> list[str]:

@@ -163,23 +163,19 @@ def test_import_train_export_on_the_command_line(tmp_path) -> None:
     make_hugging_face_model("qwen3", source, torch.bfloat16)
     (source / "tokenizer.json").write_text("{}")
     run("scripts/convert_hf.py", "import", "--hf-dir", str(source), "--save", str(checkpoint))
-    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--seq-length", "40", "--split", "1,0,0"]
-    data += ["--num-workers", "0"]
-    training = ["--bf16", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "3"]
-    training += ["--lr", "1e-3", "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "10"]
-    parallel = ["--tensor-model-parallel-size", "2", "--taco", "--compression-min-mb", "0"]
-    folders = ["--load", str(checkpoint), "--save", str(tmp_path / "new"), "--save-interval", "3"]
-    model = ["--qwen-model", str(source), "--max-position-embeddings", "48"]
-    log = run("pretrain_qwen.py", *model, *data, *training, *parallel, *folders, processes=2)
+    flags = f"""--qwen-model {source} --max-position-embeddings 48 --load {checkpoint}
+        --save {tmp_path / "new"} --save-interval 3 --mock-data --tokenizer-type NullTokenizer --seq-length 40
+        --split 1,0,0 --num-workers 0 --bf16 --micro-batch-size 2 --global-batch-size 4 --train-iters 3
+        --lr 1e-3 --log-interval 1 --eval-iters 0 --eval-interval 10 --tensor-model-parallel-size 2
+        --taco --compression-min-mb 0"""
+    log = run("pretrain_qwen.py", *flags.split(), processes=2)
     assert "qwen: --qwen-model adds --num-layers 4 " in log
     assert "loading release distributed checkpoint" in log
     assert "no mask tensor is needed" in log
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
     assert len(losses) == 3
-    run(
-        *("scripts/convert_hf.py", "export", "--load", str(tmp_path / "new"), "--hf-dir", str(trained)),
-        *("--like", str(source)),
-    )
+    flags = f"export --load {tmp_path / 'new'} --hf-dir {trained} --like {source}"
+    run("scripts/convert_hf.py", *flags.split())
     assert (trained / "tokenizer.json").is_file()
     before, after = tensors_in(source), tensors_in(trained)
     assert before.keys() == after.keys()

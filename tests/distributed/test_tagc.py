@@ -11,6 +11,7 @@ from megatron.compression.communication.audit import BackendAudit
 from taco_kernels.count_sketch import SketchConfig, SketchLayout
 from tests.distributed.launch import go_back_to, pretrain, tiny_flags
 from tests.distributed.spawn import spawn
+from tests.distributed.tiny_ddp import Setup, digest, same_everywhere, start, train
 
 LAYERS = frozenset({"mlp", "embedding"})
 SHAPES = [  # in the order of a bucket; 60 values of padding at the end
@@ -135,10 +136,7 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
             kept = (flat != 0)[mine & mask].float().mean()
             union = 0.2 if wire == "sketch" else 1 - 0.8**world_size
             assert 0.5 * union < kept < union, kept
-            if not sharded:
-                copies = [torch.empty_like(flat) for _ in range(world_size)]
-                dist.all_gather(copies, flat)
-                assert all(torch.equal(copy, flat) for copy in copies)
+            assert sharded or same_everywhere(digest(flat))
         if wire == "packed" and node_size:
             _check_sent_between_nodes(sync, steps=2)
 
@@ -233,7 +231,6 @@ def test_exchanges(world_size: int, node_size: int | None) -> None:
 
 def training_worker(rank: int, world_size: int, iterations: int = 24) -> list[list[float]]:
     from megatron.compression.tagc import parts
-    from tests.distributed.tiny_ddp import Setup, same_everywhere, start, train
 
     parts.SMALLEST = 2048
     start(rank)

@@ -15,6 +15,7 @@ from tests.distributed.tiny_gpt import (
     SEQUENCE,
     batch,
     build_tiny_gpt,
+    replicated,
     run_with,
     start_model_parallel,
 )
@@ -38,8 +39,8 @@ def replica_worker(rank: int, world_size: int, iterations: int) -> tuple[list[st
     for layer in model.decoder.layers:
         layer.register_forward_hook(lambda module, args, output: hashes.append(digest(output[0])))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    replicated = [p for p in model.parameters() if not getattr(p, "tensor_model_parallel", False)]
-    assert len(replicated) >= 4 * LAYERS, "norms and row-parallel biases are replicated"
+    in_common = replicated(model).values()
+    assert len(in_common) >= 4 * LAYERS, "norms and row-parallel biases are replicated"
     losses = []
     for iteration in range(iterations):
         run.step = iteration
@@ -48,7 +49,7 @@ def replica_worker(rank: int, world_size: int, iterations: int) -> tuple[list[st
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-        hashes.extend(digest(parameter) for parameter in replicated)
+        hashes.extend(digest(parameter) for parameter in in_common)
     return hashes, losses[0], losses[-1]
 
 

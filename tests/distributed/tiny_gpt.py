@@ -16,6 +16,10 @@ HIDDEN = 64
 LAYERS = 2
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 """Recomputation of every layer."""
+QWEN = dict(
+    **dict(normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, num_query_groups=2),
+    **dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu),
+)
 
 
 def device_of(rank: int) -> torch.device:
@@ -90,13 +94,10 @@ def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **ch
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+    fused = ("gradient_accumulation", "masked_softmax", "bias_dropout", "bias_activation", "apply_rope")
+    settings |= {f"{name}_fusion": False for name in fused}
     kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
     return kind(**{**settings, **changes})
 
@@ -147,6 +148,12 @@ def build_tiny_gpt(
     if run.caat_net.enabled:
         caat_net.attach(model, run.caat_net, run.ledger)
     return model.to(device_of(rank), dtype)
+
+
+def replicated(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By name, the parameters that each tensor-parallel rank holds in whole."""
+    parameters = model.named_parameters()
+    return {name: p for name, p in parameters if not getattr(p, "tensor_model_parallel", False)}
 
 
 def batch(step: int, rank: int, size: int = 2) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from taco_kernels.common.packing import nearest_fp8
-from taco_kernels.symmetric_memory.channel import tile_bytes, tile_of
+from taco_kernels.symmetric_memory.channel import slot_bytes, tile_bytes, tile_of
+from taco_kernels.symmetric_memory.group import resident_programs
 from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig, launch
 from taco_kernels.taco.spec import make_spec, tuning_in
 from tests.kernels.architectures import ARCHITECTURES, GPUTarget, device_of, pretended, usages
@@ -70,8 +71,6 @@ def test_fp8_is_rounded_once(architecture: int, format: str, tmp_path, monkeypat
 )
 def test_programs_that_wait_for_peers_are_resident(kernel: str, name: str, tmp_path, monkeypatch) -> None:
     """As many as a channel starts, by what compiled kernels take."""
-    from taco_kernels.symmetric_memory.group import resident_programs
-
     assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 1, 1]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     [usage] = usages(f"symmetric_memory {name}", 90, kernel)
@@ -100,8 +99,6 @@ def test_what_triton_cannot_compile_for_sm_100_is_avoided() -> None:
 
 def test_slots_hold_the_tiles_of_any_device() -> None:
     """Ranks of a host share memory: a slot is as large on each, whatever tiles it takes."""
-    from taco_kernels.symmetric_memory.channel import slot_bytes
-
     for architecture in ARCHITECTURES:
         for f, g, outliers in product(FORMATS, GROUP_SIZES, (False, True)):
             config = CodecConfig(f, g, outliers=outliers)
@@ -116,11 +113,9 @@ def test_slots_hold_the_tiles_of_any_device() -> None:
 )
 def test_steps_are_not_rounded_to_fp16(config: CodecConfig) -> None:
     """LLVM takes a product of an fp16 and a bf16 that is rounded to fp16 for one of two fp16."""
-    from triton import compile
-
     x = torch.zeros(2**16, dtype=torch.float16)
     with pretended(90) as compiled:
         launch.decode(torch.zeros((1, config.wire_bytes(2**16)), dtype=torch.uint8), config, x.shape, x.dtype)
     [(source, options)] = compiled
-    code = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["llir"]
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["llir"]
     assert "fptrunc" in code and not re.search(r"fmul .*half", code)

@@ -30,10 +30,7 @@ def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
         )
         error = float((rest - torch.where(sent == 0, x, 0.0)).norm() / sent.norm())
         assert error < (1e-3 if bits == 16 else 0.1)
-        total = sent[0].clone()
-        for row in sent[1:]:
-            total += row
-        assert torch.equal(bitmap_sparse.decode_sum(wires, layout), total)
+        assert torch.equal(bitmap_sparse.decode_sum(wires, layout), sum(sent[1:], sent[0]))
 
 
 def test_what_does_not_fit_is_not_lost() -> None:

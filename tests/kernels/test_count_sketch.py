@@ -41,10 +41,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:
     """fp32 addition, one sender after the other."""
-    total = x[0].clone()
-    for row in x[1:]:
-        total += row
-    return total
+    return sum(x[1:], x[0])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.compression import CompressionConfigError
-from megatron.compression.caat_net.config import CaatNetConfig
+from megatron.compression.caat_net.config import CaatNetConfig, check_checkpoint
 from megatron.compression.flags import resolve
 from tests.unit.megatron_args import parsed
 
@@ -68,7 +68,6 @@ def test_what_it_is_refused_with(megatron, reason) -> None:
 )
 def test_checkpoints_belong_to_fraction_and_ranks(saved, ours, reason) -> None:
     """Another function of the same weights is refused; ordinary checkpoints stay free."""
-    from megatron.compression.caat_net.config import check_checkpoint
 
     def args(fraction, ranks):
         flags = {} if fraction is None else {"caat_net_sync_fraction": fraction}

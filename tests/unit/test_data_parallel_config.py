@@ -123,8 +123,7 @@ def test_impossible_settings(settings: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "megatron", "message"),
     [
-        (ON, {"use_megatron_fsdp": True}, "--use-megatron-fsdp communicates inside its own buffers"),
-        (ON, {"use_megatron_fsdp": True}, "--use-torch-fsdp2 is supported"),
+        (ON, {"use_megatron_fsdp": True}, r"its own buffers \(--use-torch-fsdp2 is supported\)"),
         ({"weights": "sdp4bit"}, FSDP2, "WEIGHTS sdp4bit: SDP4Bit sends differences to the last weights"),
         ({"compression": "lossless"}, FSDP2, "lossless: under FSDP2 the host would wait in each layer"),
         (TAGC, {**FSDP2, "save": "here"}, "tagc is not saved under --use-torch-fsdp2"),

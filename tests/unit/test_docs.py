@@ -5,6 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron.compression.codecs import CODECS, parse_codec, recipes
+from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.flags import REMOVED, add_flags
+from megatron.compression.huggingface.models import add_qwen_arguments
+from megatron.compression.setup import add_arguments
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -29,12 +36,6 @@ def page_id(page: Path) -> str:
 
 def known_flags() -> set[str]:
     """Ours, Megatron's, and those of our scripts, which their sources spell out."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    from megatron.compression.flags import REMOVED
-    from megatron.compression.huggingface.models import add_qwen_arguments
-    from megatron.compression.setup import add_arguments
-
     parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
     for add in (add_megatron_arguments, add_arguments, add_qwen_arguments):
         add(parser)
@@ -60,8 +61,6 @@ def test_flags_exist(page, flags):
 
 
 def test_every_flag_of_ours_is_in_the_table():
-    from megatron.compression.flags import add_flags
-
     parser = add_flags(argparse.ArgumentParser(add_help=False))
     table = set(re.findall(r"^\| `(--[a-z0-9-]+)", (REPO / "docs" / "flags.md").read_text(), re.M))
     shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
@@ -71,8 +70,6 @@ def test_every_flag_of_ours_is_in_the_table():
 
 def specs(page: Path) -> set[tuple[str, str]]:
     """(dimension, spec) of every codec that a page names, behind a flag or by itself in code."""
-    from megatron.compression.codecs import CODECS
-
     text = page.read_text()
     found = {(dimension, spec) for dimension, spec in SPEC_FLAG.findall(text)}
     found |= {
@@ -93,14 +90,10 @@ def specs(page: Path) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", CURRENT, ids=page_id)
 def test_specs_parse(page):
-    from megatron.compression.codecs import parse_codec
-    from megatron.compression.codecs.recipes import NAMED
-    from megatron.compression.data_parallel.config import DataParallelConfig
-
     for dimension, spec in sorted(specs(page)):
         if dimension == "dp" or "outer=" in spec:
             assert DataParallelConfig(compression=spec).enabled, spec
-        elif spec not in NAMED:
+        elif spec not in recipes.NAMED:
             assert parse_codec(spec).name, spec
 
 

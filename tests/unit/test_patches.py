@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron.compression.patches.communication import _record_gradient_sync
 from megatron.compression.patches.gaps import fuse, fuse_torch_adam
 from megatron.compression.patches.symbols import PatchError, replace
 from tests.distributed.launch import REPO
@@ -71,8 +72,6 @@ def test_patches_load_nothing_heavy() -> None:
 )
 def test_gradient_bytes(distributed_optimizer, instances, expected) -> None:
     """One bucket of 4000 bytes over 4 data-parallel ranks."""
-    from megatron.compression.patches.communication import _record_gradient_sync
-
     group = SimpleNamespace(
         ddp_config=SimpleNamespace(
             use_distributed_optimizer=distributed_optimizer, num_distributed_optimizer_instances=instances

@@ -4,7 +4,6 @@ import errno
 import importlib.metadata
 import importlib.util
 import os
-import struct
 import subprocess
 import sys
 from argparse import Namespace
@@ -12,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.compression import startup
@@ -31,14 +32,10 @@ def raised(function: str, error: Exception) -> Exception:
 
 def write_dataset(prefix: Path, lengths=(8, 8, 8), token: int = 1) -> None:
     """An indexed dataset of int32 tokens, one document a sequence; all are ``token``."""
-    count = len(lengths)
-    with open(f"{prefix}.idx", "wb") as index:
-        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, count, count + 1))
-        index.write(struct.pack(f"<{count}i", *lengths))
-        index.write(struct.pack(f"<{count}q", *(4 * sum(lengths[:i]) for i in range(count))))
-        index.write(struct.pack(f"<{count + 1}q", *range(count + 1)))
-    with open(f"{prefix}.bin", "wb") as data:
-        data.write(struct.pack("<i", token) * sum(lengths))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin")
+    for length in lengths:
+        builder.add_document(torch.full((length,), token), [length])
+    builder.finalize(f"{prefix}.idx")
 
 
 class TestErrors:

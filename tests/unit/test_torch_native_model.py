@@ -4,7 +4,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -15,7 +14,7 @@ from megatron.compression.patches import gaps
 from megatron.compression.setup import gpt_layer_spec
 from megatron.compression.torch_native.attention import SDPACoreAttention
 from megatron.compression.torch_native.spec import leave_out_causal_mask, rotary
-from tests.distributed.tiny_gpt import build_gpt
+from tests.distributed.tiny_gpt import QWEN, build_gpt
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
 
 
@@ -52,17 +51,7 @@ def train(model: torch.nn.Module, with_mask: bool, iterations: int = 10) -> list
     return losses
 
 
-MODELS = {
-    "gpt": {"normalization": "LayerNorm"},
-    "qwen": {
-        "normalization": "RMSNorm",
-        "num_query_groups": 2,
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-    },
-}
+MODELS = {"gpt": {"normalization": "LayerNorm"}, "qwen": QWEN}
 
 
 @pytest.mark.slow
