@@ -1,9 +1,9 @@
 """A little real text, tokenised with the project's own scripts."""
 
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import _corpus
+import preprocess_data
 
 
 def make_dataset(directory: Path, megabytes: float = 0.5) -> tuple[Path, Path]:
@@ -12,9 +12,6 @@ def make_dataset(directory: Path, megabytes: float = 0.5) -> tuple[Path, Path]:
     Returns:
         The dataset's prefix (for --data-path) and the tokenizer's model.
     """
-    import _corpus
-    import preprocess_data
-
     text, model, prefix = directory / "train.jsonl", directory / "tokenizer.model", directory / "train"
     _corpus.write_corpus(directory, "stdlib", megabytes, (1, 0, 0))
     _corpus.write_tokenizer(model, text, 512)

@@ -1,7 +1,6 @@
 """Small random models of Hugging Face's own code: same logits, and bitwise there and back."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from megatron.compression.huggingface.models import LLAMA3_ROPE
 from tests.distributed.launch import start
 from tests.distributed.spawn import spawn
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(5))
 FAMILIES = ("qwen2", "qwen3", "llama")
 FLAGS = ["--seq-length", "40"]
@@ -108,7 +106,6 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
 
 def convert_worker(rank: int, world_size: int, folder: str, command: str) -> None:
     """Import every family of a folder, or export it from what two stages saved."""
-    sys.path.insert(0, str(ROOT / "scripts"))
     import convert_hf
 
     for family in FAMILIES:
