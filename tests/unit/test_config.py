@@ -95,7 +95,8 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
         ("--compression-3d", "give --compression taco-paper"),
         ("--compression int6:group=64", "--tp-compression int6:group=64"),
         ("--compression everything", "choose none, auto or taco-paper"),
-        ("--ep-compression int8 int6 int4", "--ep-compression: takes SPEC [BACKWARD], not 3 values"),
+        ("--tp-compression int8 --ep-compression int8 int6 int4", "--ep-compression: takes SPEC"),
+        ("--ep-compression int8 int6 int4", "takes SPEC [BACKWARD], not 3 values"),
     ],
 )
 def test_a_flag_or_value_that_is_gone_or_wrong_names_the_right_one(flags: str, said: str) -> None:

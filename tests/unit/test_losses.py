@@ -16,14 +16,14 @@ def _runs() -> list[dict]:
 
 
 class Trainings:
-    """Stands for the trainings; each takes ``seconds`` of a clock that nothing else moves."""
+    """Stands for the trainings; each takes 100 seconds of a clock that nothing else moves."""
 
-    def __init__(self, monkeypatch, seconds: float = 0.0) -> None:
-        self.trained, self.now, self.seconds = [], 0.0, seconds
+    def __init__(self, monkeypatch) -> None:
+        self.trained, self.now = [], 0.0
         monkeypatch.setattr(losses.time, "monotonic", lambda: self.now)
 
     def __call__(self, run: dict) -> dict:
-        self.now += self.seconds
+        self.now += 100.0
         self.trained.append((run["setting"], run["seed"]))
         loss = LOSSES[run["setting"], run["seed"]]
         return {"validation_loss": loss, "test_loss": loss, "bytes_per_iteration": {}}
@@ -55,10 +55,10 @@ def test_the_table_shows_loss_and_traffic() -> None:
 
 def test_the_time_limit_leaves_the_rest_for_the_next_start(tmp_path: Path, monkeypatch, capsys) -> None:
     """Two runs of 100 seconds fit into 250; the next start makes the other two and no more."""
-    first = Trainings(monkeypatch, 100.0)
+    first = Trainings(monkeypatch)
     assert len(losses.train_missing(_runs(), first, tmp_path, time_limit=250)) == 2
     assert "2 of 4 runs are left: start again" in capsys.readouterr().out
-    again = Trainings(monkeypatch, 100.0)
+    again = Trainings(monkeypatch)
     results = losses.train_missing(_runs(), again, tmp_path, time_limit=250)
     assert first.trained + again.trained == list(LOSSES) and len(results) == 4
     assert [(row["setting"], row["seed"]) for row in results] == list(LOSSES)
