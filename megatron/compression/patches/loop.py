@@ -209,7 +209,7 @@ def before_process_groups_end(release: Callable[[], None]) -> None:
             release()
         destroy_process_group(group)
 
-    around(distributed, "destroy_process_group", ("group",), destroy)
+    around(distributed, "destroy_process_group", (), destroy)
 
 
 def on_training_end(after: Callable[[], None]) -> None:
