@@ -74,7 +74,10 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
     callback.on_eval_end(context)
     if rank == 0:  # as Megatron-Bridge: the first rank alone writes the tracker, and reads it
         (Path(folder) / "iter_0000002").mkdir()
-        (Path(folder) / "latest_checkpointed_iteration.txt").write_text("2")
+        tracker = Path(folder) / "latest_checkpointed_iteration.txt"
+        tracker.write_text("")
+        callback.on_checkpoint_save(context)  # an empty one ends no training
+        tracker.write_text("2")
     callback.on_checkpoint_save(context)
     torch.distributed.barrier()
     from megatron.core import parallel_state
