@@ -115,7 +115,7 @@ def learning_worker(rank: int, ranks: int) -> None:
     for _ in range(3):
         sum(one(torch.ones(1, WIDTH, device=DEVICE)).sum() for one in models).backward()
         optimizer.step()
-    assert len(lines) == 2 * 2, "no audit takes one model's traffic for the other's"
+    assert lines and UNKNOWN not in str(lines), "no audit takes one model's traffic for the other's"
     model, reference, lines = build(), build(), []
     attach(model, "lossless", "int8", say=lines.append)
     optimizer = torch.optim.SGD(model.parameters())
@@ -123,7 +123,7 @@ def learning_worker(rank: int, ranks: int) -> None:
         model(torch.ones(1, WIDTH, device=DEVICE)).sum().backward()
         optimizer.step()
         reference(torch.ones(1, WIDTH, device=DEVICE))
-    assert len(lines) == 2, "what is sent between a step and the next pass is not the model's"
+    assert lines and UNKNOWN not in str(lines), "what is sent between a step and the next pass is not the model's"
     meshes = init_device_mesh(DEVICE, (ranks, 1), mesh_dim_names=("other", "own"))
     assert "payloads of 0.000 MB" in attach(build(mesh=meshes["own"])).summary(), "one rank sends nothing"
     assert "payloads of 0.000 MB" not in attach(build(mesh=meshes)).summary(), "but to replicas it does"
