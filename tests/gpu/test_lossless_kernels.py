@@ -5,7 +5,7 @@ import torch
 
 from taco_kernels import lossless
 from taco_kernels.lossless import FLAG_AT, layout_of, reference
-from tests.kernels.wires.lossless import bits, cases
+from tests.kernels.wires.lossless import cases, check_every_bit
 
 SHARE = 0.07
 DTYPES = (torch.bfloat16, torch.float32)
@@ -15,18 +15,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 @pytest.mark.parametrize("numel", (1, 129, 3000, 16_384, 1_000_003))
 def test_every_bit_comes_back(numel: int, dtype: torch.dtype) -> None:
     layout = layout_of(numel, dtype, SHARE)
-    for name, on_host in cases(3, numel, dtype, seed=numel):
-        x = on_host.cuda()
-        payloads, exact = lossless.encode(x, layout), reference.encode(on_host, layout)
-        assert torch.equal(payloads[:, FLAG_AT].cpu(), exact[:, FLAG_AT]), name
-        expected = torch.where(exact[:, FLAG_AT, None] == 1, torch.zeros_like(on_host), on_host)
-        assert torch.equal(bits(lossless.decode(payloads, layout)).cpu(), bits(expected)), name
-        assert torch.equal(bits(lossless.decode(exact.cuda(), layout)).cpu(), bits(expected)), name
-        assert torch.equal(bits(reference.decode(payloads.cpu(), layout)), bits(expected)), name
-        shifted = torch.empty(3, 2 * numel + 1, dtype=dtype, device="cuda")[:, 1 : numel + 1]
-        shifted.copy_(x)
-        lossless.decode(lossless.encode(shifted, layout), layout, shifted.zero_())
-        assert torch.equal(bits(shifted).cpu(), bits(expected)), name
+    for name, x in cases(3, numel, dtype, seed=numel):
+        check_every_bit(lossless, name, x, layout, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,8 +5,8 @@ import torch
 
 from taco_kernels import bitmap_sparse
 from taco_kernels import count_sketch as sketch
-from taco_kernels.bitmap_sparse import reference
 from taco_kernels.count_sketch.selection import share_threshold
+from tests.kernels.test_bitmap_sparse import check_kernels, gradients
 
 
 @pytest.mark.parametrize(
@@ -20,29 +20,17 @@ from taco_kernels.count_sketch.selection import share_threshold
 )
 def test_kernels_reproduce_the_reference(numel, share, bits, senders, keep) -> None:
     layout = bitmap_sparse.BitmapLayout(numel, share, bits)
-    g = torch.Generator().manual_seed(numel)
-    x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
+    x = gradients(senders, numel, spread=2.0)
     x[0, numel * 7 // 10] = float("nan")
     x[1, ::5] *= 2.0**-120  # below the smallest exponent, where rows have nothing else
     x[1, :2048] *= 2.0**-120
-    thresholds = share_threshold(x, keep)
-    device = x.cuda()
-    rest, expected_rest = device.clone(), torch.empty_like(x)
-    wires = bitmap_sparse.encode(rest, thresholds.cuda(), layout, rest)
-    expected = reference.encode(x, thresholds, layout, expected_rest)
-    assert torch.equal(wires.cpu(), expected)
-    torch.testing.assert_close(rest.cpu(), expected_rest, rtol=0, atol=0, equal_nan=True)
-    total = bitmap_sparse.decode_sum(wires, layout).cpu()
-    expected_total = reference.decode_sum(expected, layout)
-    torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
-    assert bool(total.isnan().any())
+    check_kernels(bitmap_sparse, x, share_threshold(x, keep), layout, "cuda")
 
 
 @pytest.mark.parametrize(("numel", "cell_bits", "load"), [(3_000_001, 16, 0.97), (1_000_000, 32, 1.3)])
 def test_a_gpu_and_a_cpu_agree(numel: int, cell_bits: int, load: float) -> None:
     layout, senders = sketch.SketchLayout(sketch.SketchConfig(cell_bits=cell_bits), numel), 4
-    g = torch.Generator().manual_seed(numel)
-    x = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).mul(2).exp()
+    x = gradients(senders, numel, spread=2.0)
     share = 1 - (1 - load * layout.exact_density) ** (1 / senders)
     x[0, 77] = float("nan")
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from taco_kernels.tah_quant import TahConfig, decode, encode, layout_of, reference
-from tests.kernels.wires.tah_quant import difference
+from taco_kernels import tah_quant
+from taco_kernels.tah_quant import TahConfig, decode, encode
+from tests.kernels.wires.tah_quant import check_kernels, tokens
 
 CASES = (
     (TahConfig(), (2048, 1, 4096)),
@@ -18,40 +19,15 @@ CASES = (
 )
 
 
-def activations(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Tokens of different scales with outliers, on the device."""
-    generator = torch.Generator(device="cuda").manual_seed(1)
-    x = torch.randn(shape, generator=generator, device="cuda")
-    x *= torch.randn(shape[:-1], generator=generator, device="cuda")[..., None].exp()
-    x.view(-1)[5::192] *= 40
-    x.view(-1)[1:2] = float("nan")
-    return x.to(dtype)
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 @pytest.mark.parametrize(("config", "shape"), CASES, ids=str)
 def test_kernels_reproduce_the_reference(config: TahConfig, shape: tuple[int, ...], dtype) -> None:
-    """Equal choices; codes that differ only where sums in another order meet the middle of two."""
-    x = activations(shape, dtype)
-    exact, wire = reference.encode(x.cpu(), config), encode(x, config).cpu()
-    found = difference(exact, wire, config, shape)
-    layout = layout_of(config, shape)
-    choices = 2 + layout.units // 2000  # entropies closer than fp32 tells apart
-    assert found.widths <= choices * layout.tiles_per_unit, found
-    assert found.pivots == 0 and found.padding, found
-    assert found.scales <= 0.05 and found.codes <= 0.002 and found.cells <= 1, found
-    result = decode(exact.cuda(), config, shape, torch.float32).cpu()
-    expected = reference.decode(exact, config, shape, torch.float32)
-    exactly = dict(rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(result, expected, **exactly)
-    torch.testing.assert_close(
-        decode(exact.cuda(), config, shape, dtype).cpu(), expected.to(dtype), **exactly
-    )
+    check_kernels(tah_quant, tokens(shape, dtype), config, "cuda")
 
 
 def test_strides_alignment_and_determinism() -> None:
     """A transposed input, a wire at an odd address, and the same bytes in every run."""
-    config, x = TahConfig(), activations((2, 256, 512), torch.bfloat16).transpose(0, 1)
+    config, x = TahConfig(), tokens((2, 256, 512), torch.bfloat16).cuda().transpose(0, 1)
     wire = encode(x, config)
     for _ in range(5):
         assert torch.equal(wire, encode(x.contiguous(), config))
@@ -64,7 +40,7 @@ def test_strides_alignment_and_determinism() -> None:
 
 def test_capture_and_no_synchronisation() -> None:
     """Encode and decode run inside a CUDA graph: nothing waits for the host."""
-    config, x = TahConfig(), activations((512, 1, 1024), torch.bfloat16)
+    config, x = TahConfig(), tokens((512, 1, 1024), torch.bfloat16).cuda()
     expected = decode(encode(x, config), config, x.shape, x.dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

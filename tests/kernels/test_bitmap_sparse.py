@@ -4,21 +4,23 @@ import pytest
 import torch
 
 from taco_kernels import bitmap_sparse
+from taco_kernels.bitmap_sparse import BitmapLayout, reference
 from taco_kernels.count_sketch.selection import share_threshold
 from tests.kernels.interpreter import interpreted
 
 
-def gradients(senders: int, numel: int) -> torch.Tensor:
-    """fp32[W, numel] over six decades."""
+def gradients(senders: int, numel: int, spread: float = 1.0) -> torch.Tensor:
+    """fp32[W, numel] over six decades, or as many more as ``spread`` says."""
     g = torch.Generator().manual_seed(numel)
-    return torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).exp()
+    values, sizes = (torch.randn(senders, numel, generator=g) for _ in range(2))
+    return values * sizes.mul(spread).exp()
 
 
 @pytest.mark.parametrize(("senders", "bits"), [(1, 16), (3, 8), (16, 16)])
 def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
     """What is sent and what remains make up the values; the sum is that of fp32 addition in rank order."""
     for numel in (1, 1023, 50_001):
-        layout = bitmap_sparse.BitmapLayout(numel, 0.2, bits)
+        layout = BitmapLayout(numel, 0.2, bits)
         x = gradients(senders, numel)
         rest = x.clone()
         wires = bitmap_sparse.encode(rest, share_threshold(x, layout.share), layout, rest)
@@ -35,7 +37,7 @@ def test_the_sum_is_in_fp32_and_in_order(senders: int, bits: int) -> None:
 
 def test_what_does_not_fit_is_not_lost() -> None:
     """The first values are sent, the rest remains; starts count the values before every fourth row."""
-    layout = bitmap_sparse.BitmapLayout(30_000, 0.1)
+    layout = BitmapLayout(30_000, 0.1)
     x = gradients(2, 30_000)
     rest = torch.empty_like(x)
     wires = bitmap_sparse.encode(x, torch.tensor([0.0, 8.0]), layout, rest)
@@ -50,7 +52,7 @@ def test_what_does_not_fit_is_not_lost() -> None:
 
 
 def test_non_finite_values_show_in_their_row() -> None:
-    layout = bitmap_sparse.BitmapLayout(5_000, 0.3)
+    layout = BitmapLayout(5_000, 0.3)
     x = gradients(3, 5_000)
     for value in (float("nan"), float("inf")):
         x[1, 1500] = value
@@ -60,11 +62,11 @@ def test_non_finite_values_show_in_their_row() -> None:
 
 
 def test_bytes() -> None:
-    layout = bitmap_sparse.BitmapLayout(10_000_000, 0.2)
+    layout = BitmapLayout(10_000_000, 0.2)
     bits = 0.2 * 16 + 1 + 32 / 4096 + 8 / 1024
     assert 8 * layout.wire_bytes / layout.numel == pytest.approx(bits, abs=0.001)
     with pytest.raises(ValueError, match="share"):
-        bitmap_sparse.BitmapLayout(10, 0.0)
+        BitmapLayout(10, 0.0)
 
 
 @pytest.mark.slow
@@ -90,24 +92,27 @@ def edges() -> torch.Tensor:
     return x.view(1, -1)
 
 
-def compare(x: torch.Tensor, thresholds: torch.Tensor, layout: bitmap_sparse.BitmapLayout) -> None:
-    """Kernels and reference on CPU tensors: in place, into another tensor, without a remainder."""
-    from taco_kernels.bitmap_sparse import launch, reference
-
-    expected_rest = torch.empty_like(x)
+def check_kernels(
+    kernels, x: torch.Tensor, thresholds: torch.Tensor, layout: BitmapLayout, device: str = "cpu"
+) -> None:
+    """Kernels on ``device`` against the reference: in place, into another tensor, without a remainder."""
+    expected_rest, exactly = torch.empty_like(x), dict(rtol=0, atol=0, equal_nan=True)
     expected = reference.encode(x, thresholds, layout, expected_rest)
-    copy, strided = x.clone(), torch.empty(len(x), layout.numel + 3)[:, : layout.numel]
-    for source, rest in ((copy, copy), (x, strided), (x, None)):
-        wires = launch.encode(source, thresholds, layout, rest)
-        assert torch.equal(wires, expected)
+    there, copy = x.to(device), x.to(device, copy=True)
+    strided = torch.empty(len(x), layout.numel + 3, device=device)[:, : layout.numel]
+    for source, rest in ((copy, copy), (there, strided), (there, None)):
+        wires = kernels.encode(source, thresholds.to(device), layout, rest)
+        assert torch.equal(wires.cpu(), expected)
         if rest is not None:
-            torch.testing.assert_close(rest, expected_rest, rtol=0, atol=0, equal_nan=True)
-    total, expected_total = launch.decode_sum(wires, layout), reference.decode_sum(wires, layout)
-    torch.testing.assert_close(total, expected_total, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(rest.cpu(), expected_rest, **exactly)
+    total = kernels.decode_sum(wires, layout).cpu()
+    torch.testing.assert_close(total, reference.decode_sum(expected, layout), **exactly)
 
 
 def main() -> int:
     """Sizes that divide nothing, a NaN, too many values, one value; a traceback on a difference."""
+    from taco_kernels.bitmap_sparse import launch
+
     cases = 0
     for numel, share, bits, keep in (
         (3_003, 0.1, 16, 0.1),
@@ -119,11 +124,12 @@ def main() -> int:
         x[0, numel // 2] = 1e-40
         x[1, numel // 3] = float("nan") if numel % 2 else 3e38
         x[2, :1024] *= 2.0**-120  # below the smallest exponent
-        compare(x, share_threshold(x.nan_to_num(0), keep), bitmap_sparse.BitmapLayout(numel, share, bits))
+        layout = BitmapLayout(numel, share, bits)
+        check_kernels(launch, x, share_threshold(x.nan_to_num(0), keep), layout)
         cases += 1
     x = edges().repeat(3, 1)
     for bits in (8, 16):
         thresholds = torch.tensor([-0.0, float(x[0, 5].abs()), torch.inf])
-        compare(x, thresholds, bitmap_sparse.BitmapLayout(x.shape[1], 1.0, bits))
+        check_kernels(launch, x, thresholds, BitmapLayout(x.shape[1], 1.0, bits))
         cases += 1
     return cases

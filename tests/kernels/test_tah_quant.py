@@ -8,7 +8,7 @@ import torch
 
 from taco_kernels.tah_quant import TahConfig, decode, encode, layout_of, reference
 from tests.kernels.interpreter import interpreted
-from tests.kernels.wires.tah_quant import difference
+from tests.kernels.wires.tah_quant import check_kernels, tokens
 
 SHAPES = ((64, 3, 192), (7, 3, 100), (5,), (2, 2, 2, 70), (1, 1, 1))
 CONFIGS = (
@@ -154,26 +154,8 @@ def main() -> int:
         (TahConfig(high_ratio=1.0, allocation="tile"), (9,), torch.float32, None),  # a part of one tile
     )
     for number, (config, shape, dtype, special) in enumerate(cases):
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(shape, generator=generator)
-        x *= torch.randn(shape[:-1], generator=generator)[..., None].exp()  # tokens of different scales
-        x.view(-1)[5::192] *= 40
-        if special is not None:
-            x.view(-1)[3] = special
-        x = x.to(dtype)
-        if number == 1:
+        x = tokens(shape, dtype, special, seed=number)
+        if number == 0:
             x = x.transpose(0, 1).contiguous().transpose(0, 1)
-        exact, wire = reference.encode(x, config), launch.encode(x, config)
-        found = difference(exact, wire, config, shape)
-        # a transform summed in another order moves a value that lies near the middle between two codes
-        assert found.widths == 0 and found.pivots == 0 and found.padding, (config, shape, found)
-        assert found.scales <= 0.05 and found.codes <= 0.002 and found.cells <= 1, (config, shape, found)
-        for dtype_out in {torch.float32, dtype}:
-            result = launch.decode(exact, config, shape, dtype_out)
-            expected = reference.decode(exact, config, shape, dtype_out)
-            assert torch.equal(result.isnan(), expected.isnan()), (config, shape)
-            error = (result.float() - expected.float()).nan_to_num(0.0, 0.0, 0.0).abs()
-            # the interpreter cuts fp32 off to bf16 and fp16, where devices round
-            bound = 0.0 if dtype_out == torch.float32 else 2**-7 * expected.float().nan_to_num(0.0).abs()
-            assert (error <= bound).all(), (config, shape, dtype_out)
+        check_kernels(launch, x, config)
     return len(cases)

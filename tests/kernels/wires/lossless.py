@@ -1,8 +1,10 @@
-"""Tensors on which the lossless layout is tried, and equality that looks at bits."""
+"""Tensors on which the lossless layout is tried, equality that looks at bits, and kernels by both."""
 
 from collections.abc import Iterator
 
 import torch
+
+from taco_kernels.lossless import FLAG_AT, LosslessLayout, reference
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -49,3 +51,23 @@ def cases(rows: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Iterator[
     first = gaussian().to(dtype)
     first[-1] = random_bits((numel,), dtype, generator)
     yield "one row does not fit", first
+
+
+def check_every_bit(kernels, name: str, x: torch.Tensor, layout: LosslessLayout, device: str = "cpu") -> None:
+    """Encode and decode by ``kernels`` on ``device`` and by the reference, crosswise; and sums of senders."""
+    exact, payloads = reference.encode(x, layout), kernels.encode(x.to(device), layout)
+    assert torch.equal(payloads[:, FLAG_AT].cpu(), exact[:, FLAG_AT]), name
+    expected = bits(torch.where(exact[:, FLAG_AT, None] == 1, torch.zeros_like(x), x))
+    senders = torch.stack((payloads, exact.to(device), payloads))
+    for one in senders[:2]:
+        assert torch.equal(bits(kernels.decode(one, layout)).cpu(), expected), name
+        assert torch.equal(bits(reference.decode(one.cpu(), layout)), expected), name
+    (rows, numel), like = x.shape, dict(dtype=x.dtype, device=device)
+    shifted, into = torch.empty(rows, 2 * numel + 1, **like), torch.empty(rows, numel + 3, **like)
+    shifted[:, 1 : numel + 1] = x
+    kernels.decode(kernels.encode(shifted[:, 1 : numel + 1], layout), layout, into[:, 3:])
+    assert torch.equal(bits(into[:, 3:]).cpu(), expected), (name, "strides")
+    # bf16 is not asked for: the interpreter cuts fp32 off to it, where devices round
+    total = kernels.decode_sum(senders, layout, torch.float32, 0.5).cpu()
+    expected = reference.decode_sum(senders.cpu(), layout, torch.float32, 0.5)
+    assert torch.equal(total.nan_to_num(9.0), expected.nan_to_num(9.0)), (name, "sums")

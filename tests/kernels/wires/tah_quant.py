@@ -1,4 +1,4 @@
-"""Comparing two wires of the same tensor: what tests of the kernels measure."""
+"""Comparing two wires of the same tensor, and kernels with the reference."""
 
 from typing import NamedTuple
 
@@ -60,3 +60,32 @@ def _gaps(layout) -> list[tuple[int, int]]:
     starts = [*(begin for begin, _ in layout.sections.values()), layout.wire_bytes]
     ends = [begin + size for begin, size in layout.sections.values()]
     return list(zip(ends, starts[1:], strict=True))
+
+
+def tokens(
+    shape: tuple[int, ...], dtype: torch.dtype, special: float | None = torch.nan, seed: int = 1
+) -> torch.Tensor:
+    """Tokens of different scales with outliers and, unless it is None, one value ``special``."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    x *= torch.randn(shape[:-1], generator=generator)[..., None].exp()
+    x.view(-1)[5::192] *= 40
+    if special is not None:
+        x.view(-1)[3:4] = special
+    return x.to(dtype)
+
+
+def check_kernels(kernels, x: torch.Tensor, config: TahConfig, device: str = "cpu") -> None:
+    """Equal choices; codes that differ only where sums in another order meet the middle of two."""
+    exact, wire = reference.encode(x, config), kernels.encode(x.to(device), config).cpu()
+    found, layout = difference(exact, wire, config, x.shape), layout_of(config, tuple(x.shape))
+    choices = 0 if device == "cpu" else 2 + layout.units // 2000  # entropies closer than fp32 tells apart
+    assert found.widths <= choices * layout.tiles_per_unit, (config, x.shape, found)
+    assert found.pivots == 0 and found.padding, (config, x.shape, found)
+    assert found.scales <= 0.05 and found.codes <= 0.002 and found.cells <= 1, (config, x.shape, found)
+    for dtype in {torch.float32, x.dtype}:
+        result = kernels.decode(exact.to(device), config, x.shape, dtype).cpu()
+        # the interpreter cuts fp32 off to bf16 and fp16, where devices round
+        rtol = 2**-7 if device == "cpu" and dtype != torch.float32 else 0.0
+        expected = reference.decode(exact, config, x.shape, dtype)
+        torch.testing.assert_close(result, expected, rtol=rtol, atol=0, equal_nan=True)
