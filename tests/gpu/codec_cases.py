@@ -1,5 +1,6 @@
 """Which configurations the codec kernels' GPU tests compile: few, and every pair of choices among them."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,6 @@ import torch
 from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode", "decode_sum_encode to another format")
 
 
 SIGNED = (
@@ -28,10 +28,18 @@ class Case(NamedTuple):
 
     config: CodecConfig
     dtype: torch.dtype
-    operations: tuple[str, ...]
+    into: tuple[CodecConfig, ...]
+    """What sums are encoded with."""
+    decoded: bool
+    """Whether sums are decoded."""
 
 
-def case_of(format: str, group_size: int, hadamard: bool = True) -> Case:
+def another(config: CodecConfig) -> CodecConfig:
+    """Of another format."""
+    return replace(config, format="int6" if config.format == "int8" else "int8")
+
+
+def case_of(format: str, group_size: int) -> Case:
     """The case of a format and group size, not with signed scales.
 
     Encode and decode always run, the sums in turn.
@@ -39,6 +47,7 @@ def case_of(format: str, group_size: int, hadamard: bool = True) -> Case:
     Over all of them every pair of format, group size, scales, dtype and operation occurs.
     """
     i, j = FORMATS.index(format), GROUP_SIZES.index(group_size)
-    config = CodecConfig(format, group_size, ("dual", "single")[(i + j) % 2], hadamard)
-    sums = (OPERATIONS[2:4], OPERATIONS[3:], (OPERATIONS[2], OPERATIONS[4]))[(i // 2 + j) % 3]
-    return Case(config, DTYPES[(i + j) % 3], OPERATIONS[:2] + sums)
+    config = CodecConfig(format, group_size, ("dual", "single")[(i + j) % 2])
+    both = config, another(config)
+    sums = ((both[:1], True), (both, False), (both[1:], True))[(i // 2 + j) % 3]
+    return Case(config, DTYPES[(i + j) % 3], *sums)

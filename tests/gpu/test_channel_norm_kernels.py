@@ -7,34 +7,16 @@ import torch
 
 from taco_kernels import channel_norm
 from taco_kernels.taco import CodecConfig, launch
-from tests.kernels.test_channel_norm import message
+from tests.kernels.test_channel_norm import check_kernels, message
 from tests.kernels.wires.outliers import check_operations, check_values_apart
-from tests.kernels.wires.taco import parts
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
 @pytest.mark.parametrize("tokens, channels", ((1, 32), (1000, 4096), (515, 96)))
 def test_kernels_against_the_reference(tokens, channels, dtype) -> None:
-    """Statistics to one bf16; codes alike but for a few; decoding equal to one rounding."""
     config = CodecConfig("int4", 32, "signed", hadamard=False)
     layout = channel_norm.ChannelNormLayout(tokens, channels, config)
-    x = message(tokens, channels).to(dtype)
-    exact, wire = channel_norm.encode(x, layout), channel_norm.encode(x.cuda(), layout).cpu()
-    found, right = (w[layout.statistics_at :].view(torch.bfloat16).float() for w in (wire, exact))
-    torch.testing.assert_close(found, right, rtol=2**-7, atol=1e-6 * float(right.abs().max()))
-    same = (found == right).view(2, channels).all(0).view(-1, 32).all(1)  # groups of equal statistics
-    codes, expected = (
-        parts(w[: layout.statistics_at], config)[0].view(tokens, -1, 32)[:, same] for w in (wire, exact)
-    )
-    assert same.sum() * 2 > same.numel() and (codes != expected).float().mean() < 1e-3
-    y = channel_norm.decode(exact.cuda(), layout, dtype).cpu()
-    once = {torch.bfloat16: 2**-7, torch.float32: 1e-6}[dtype]
-    z = channel_norm.decode(exact, layout, dtype)
-    torch.testing.assert_close(y, z, rtol=once, atol=1e-6 * float(z.abs().max()))
-    x[tokens // 2, 40 % channels] = float("nan")
-    y = channel_norm.decode(channel_norm.encode(x.cuda(), layout), layout, dtype)
-    spoiled = torch.arange(channels) // 32 == 40 % channels // 32
-    assert y[:, spoiled].isnan().all() and y[:, ~spoiled].isfinite().all()
+    check_kernels(message(tokens, channels, dtype), layout, "cuda")
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
@@ -58,7 +40,7 @@ CASES = (
 @pytest.mark.parametrize("config, dtype", CASES, ids=str)
 def test_outliers_against_the_reference(config: CodecConfig, dtype: torch.dtype) -> None:
     for seed, (count, shape) in enumerate(product((0, 1, 40), ((16, 1024), (3, 1000)))):
-        check_operations(launch, config, dtype, count, shape, seed)
+        check_operations(launch, config, dtype, count, shape, seed, "cuda")
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)

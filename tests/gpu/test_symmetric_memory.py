@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Transports, all_gather, all_reduce, reduce_scatter
 from megatron.compression.communication.transport import SymmetricTransport, TorchTransport
-from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError, collectives
+from taco_kernels.symmetric_memory import SymmetricGroup, SymmetricMemoryError
 from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 from tests.distributed.spawn import spawn
 from tests.gpu import simulated_ranks as ranks
@@ -46,27 +46,10 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
             x.view(-1)[100:2000:150] *= 1000.0
     xs[0][0, 1] = float("nan")
     channels = ranks.simulated_channels(world_size, programs=24)
-    summed = ranks.expected_all_reduce(xs, config)
-    in_two = ranks.expected_all_reduce(xs, config, config)  # the same but between two ranks
-    scattered = ranks.expected_reduce_scatter(xs, config)
-    gathered = ranks.expected_all_gather(xs, config)
-    wires = [encode(x, config) for x in xs]
-
-    def on_all(call, expected: list[torch.Tensor]) -> None:
+    cases = ranks.collective_cases(xs, config, second=config)
+    for call, expected in cases * 3:
         for result, wanted in zip(ranks.on_all_ranks(channels, call), expected, strict=True):
             assert torch.equal(ranks.bits(result), ranks.bits(wanted))
-
-    def gather(r: int, channel) -> torch.Tensor:
-        return collectives.all_gather_encoded(channel, wires[r], shape, dtype, config)
-
-    for _ in range(3):
-        on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
-        on_all(
-            lambda r, c: collectives.all_reduce(c, xs[r], config, config_out=config), [in_two] * world_size
-        )
-        on_all(lambda r, channel: collectives.all_reduce(channel, xs[r], config), [summed] * world_size)
-        on_all(lambda r, channel: collectives.reduce_scatter(channel, xs[r], config), scattered)
-        on_all(gather, [gathered] * world_size)
     channels[0].check()
 
 

@@ -9,8 +9,8 @@ from taco_kernels import channel_norm
 from taco_kernels.channel_norm import ChannelNormLayout, reference
 from taco_kernels.taco import CodecConfig
 from tests.kernels.interpreter import interpreted, small_tiles
-from tests.kernels.wires.outliers import check_values_apart
-from tests.kernels.wires.taco import difference
+from tests.kernels.wires.outliers import assert_wires_alike, check_values_apart
+from tests.kernels.wires.taco import parts
 
 CASES = (
     # tokens, channels, format, group size, scales, dtype
@@ -93,47 +93,62 @@ def test_kernels_reproduce_the_reference() -> None:
 
 def right_statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torch.Tensor:
     """launch._statistics by the reference."""
-    rows = reference.statistics(x, robust)
+    rows = reference.statistics(x.cpu(), robust)
     found.copy_(rows.view(-1))
-    return reference.inverse(rows[-1])
+    return reference.inverse(rows[-1]).to(x.device)
+
+
+def check_kernels(x: torch.Tensor, layout: ChannelNormLayout, device: str = "cpu") -> None:
+    """Statistics to one bf16, codes alike but for a few, decoding equal to one rounding."""
+    from taco_kernels.channel_norm import launch
+
+    config, at, there = layout.config, layout.statistics_at, x.to(device, copy=True)
+    exact, wire = reference.encode(x, layout), launch.encode(there, layout).cpu()
+    assert exact.shape == wire.shape
+    found, right = (w[at:].view(torch.bfloat16).float().view(2, -1) for w in (wire, exact))
+    near = 1e-6 * float(right.abs().max())
+    torch.testing.assert_close(found[0], right[0], rtol=2**-7, atol=near)
+    left_out = reference.outlier_tokens(x.float()) if config.outliers else torch.zeros_like(x).bool()
+    squares = (x.double() - found[0]).square().masked_fill(left_out, 0.0)  # about the mean that was sent
+    spread = (squares.sum(0) / (~left_out).sum(0)).sqrt().float()
+    torch.testing.assert_close(found[1], spread, rtol=2**-7, atol=near)
+
+    end, same = config.lists_at(layout.numel), (found == right).all(0).view(-1, config.group_size).all(1)
+    codes, expected = (parts(w[:end], config)[0].view(len(x), len(same), -1)[:, same] for w in (wire, exact))
+    assert (codes != expected).sum() <= 1e-3 * codes.numel(), "codes of groups of equal statistics"
+    # the interpreter truncates where bf16 is rounded: few statistics are equal
+    assert device == "cpu" or 2 * same.sum() > same.numel()
+    with pytest.MonkeyPatch.context() as patch:  # the codec's pass from the right ones
+        patch.setattr(launch, "_statistics", right_statistics)
+        wire = launch.encode(there, layout).cpu()
+    assert torch.equal(exact[at:], wire[at:])
+    assert_wires_alike(wire[None, :at], exact[None, :at], config, layout.numel, codes=0.004)
+
+    y, expected = launch.decode(exact.to(device), layout, x.dtype), reference.decode(exact, layout, x.dtype)
+    ulp = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[x.dtype]
+    torch.testing.assert_close(y.cpu(), expected, rtol=ulp, atol=near)
+    there[len(x) // 2, 40 % layout.channels] = math.nan
+    y = launch.decode(launch.encode(there, layout), layout, x.dtype).cpu()
+    spoiled = torch.arange(layout.channels) // config.group_size == 40 % layout.channels // config.group_size
+    assert y[:, spoiled].isnan().all() and y[:, ~spoiled].isfinite().all()
 
 
 def main() -> int:
-    """The kernels on tiny messages: statistics to one bf16, codes and decoding as in the reference."""
+    """The kernels on tiny messages; exits with a traceback on a difference."""
     from taco_kernels.channel_norm import launch
 
     launch.TILE_TOKENS, launch.TILES = 16, 2  # several tiles even here
     small_tiles(launch.TUNING)
     for case in CASES:
-        layout, x = layout_of(case), message(case[0], case[1], case[-1])
-        exact, wire = reference.encode(x, layout), launch.encode(x, layout)
-        assert exact.shape == wire.shape
-        found, right = (w[layout.statistics_at :].view(torch.bfloat16).float() for w in (wire, exact))
-        found, right = found.view(2, -1), right.view(2, -1)
-        torch.testing.assert_close(found[0], right[0], rtol=2**-7, atol=1e-6 * float(right.abs().max()))
-        apart = (
-            (x.double() - found[0].double()).square().mean(0).sqrt().float()
-        )  # about the mean that was sent
-        torch.testing.assert_close(found[1], apart, rtol=2**-7, atol=1e-6 * float(right.abs().max()))
-        y = launch.decode(exact, layout, case[-1])
-        expected = reference.decode(exact, layout, case[-1])
-        ulp = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[case[-1]]
-        torch.testing.assert_close(
-            y.float(), expected.float(), rtol=ulp, atol=1e-6 * float(right.abs().max())
-        )
-        # the interpreter truncates where bf16 is rounded: the codec's pass from the right statistics
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "_statistics", right_statistics)
-            wire = launch.encode(x, layout)
-        payloads = [w[None, : layout.statistics_at] for w in (exact, wire)]
-        apart = difference(*payloads, layout.config)
-        assert apart.grid_steps <= 1 and apart.codes < 0.004 and apart.padding, (case, apart)
-        assert torch.equal(exact[layout.statistics_at :], wire[layout.statistics_at :])
-    x = message(40, 96)
-    x[7, 40] = math.nan
-    layout = layout_of((40, 96, "int4", 32, "signed", None))
-    y = launch.decode(launch.encode(x, layout), layout, torch.float32)
-    assert y[:, 32:64].isnan().all() and y[:, :32].isfinite().all() and y[:, 64:].isfinite().all()
+        check_kernels(message(case[0], case[1], case[-1]), layout_of(case))
     small_tiles(launch.TUNING, 2048)  # a whole block of lists
     check_values_apart(launch.encode, launch.decode, torch.bfloat16)
+    launch.TILE_TOKENS, launch.TILES = reference.TILE_TOKENS, 1  # outliers are those of so many tokens
+    layout = ChannelNormLayout(150, 64, CodecConfig("int4", 32, "signed", hadamard=False, outliers=True))
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(150, 64, generator=g) + torch.randn(64, generator=g)
+    x[3, 5], x[140, 50], x[7, 40] = 4000.0, -300.0, 50.0
+    assert reference.statistics(x, robust=True)[1].max() < 2.0, "one token does not decide a channel's spread"
+    for dtype in (torch.bfloat16, torch.float32):
+        check_kernels(x.to(dtype), layout)
     return len(CASES)

@@ -11,8 +11,6 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -87,10 +85,7 @@ def cases(world_size: int, outliers: bool) -> list[tuple]:
             xs[1].view(-1)[300::700] *= 3000.0
             xs = [torch.nn.functional.pad(x, (0, 64))[:, : shape[1]] for x in xs]  # rows of a larger tensor
         other = CodecConfig("int8", config.group_size, "signed", outliers=outliers)
-        sums = [expected.expected_all_reduce(xs, config, second) for second in (None, other)]
-        gathered = expected.expected_all_gather(xs, config)
-        wires = [expected.encode(x, config) for x in xs]
-        made.append((config, other, xs, sums, gathered, expected.expected_reduce_scatter(xs, config), wires))
+        made.append((config, expected.collective_cases(xs, config, other)))
     return made
 
 
@@ -106,28 +101,14 @@ def run(rank: int, world_size: int, directory: str, made: list[tuple]) -> None:
             memories.append(mmap.mmap(file.fileno(), channel_bytes(world_size, 2)))
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
     channel = Channel(addresses, rank, torch.device("cpu"), 2, timeout=200.0)
-    for number, case in enumerate(made):
-        results = collective_results(channel, rank, case)
-        if case[0].outliers:  # whose tiles take long
-            results = islice(results, 4 if number == 0 else 2)
-        for result, wanted in results:
-            assert torch.equal(result.isnan(), wanted.isnan()), (rank, case[0])
-            assert torch.equal(result.nan_to_num(), wanted.nan_to_num()), (rank, case[0])
+    for number, (config, calls) in enumerate(made):
+        few = (4 if number == 0 else 2) if config.outliers else None  # whose tiles take long
+        for call, expected in calls[:few]:
+            result, wanted = call(rank, channel), expected[rank]
+            assert expected[0].isnan().any(), "a NaN stays visible"
+            assert torch.equal(result.isnan(), wanted.isnan()), (rank, config)
+            assert torch.equal(result.nan_to_num(), wanted.nan_to_num()), (rank, config)
     print("ok", flush=True)
-
-
-def collective_results(channel, rank: int, case: tuple) -> Iterator[tuple]:
-    """What this rank has, and should have; a NaN stays visible."""
-    from taco_kernels.symmetric_memory import collectives
-
-    config, other, xs, sums, gathered, scattered, wires = case
-    x = xs[rank]
-    assert all(wanted.isnan().any() for wanted in (*sums, gathered, scattered[0]))
-    yield collectives.all_reduce(channel, x, config), sums[0]
-    yield collectives.reduce_scatter(channel, x, config), scattered[rank]
-    yield collectives.all_reduce(channel, x, config, config_out=other), sums[1]
-    yield collectives.all_gather_encoded(channel, wires[rank], x.shape, x.dtype, config), gathered
-    yield collectives.all_reduce(channel, x, config), sums[0]
 
 
 def main(world_size: int, outliers: bool) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import taco_kernels.taco as tk
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
 from tests.kernels.codec_formulas import INTEGERS, expected, grid, inputs, matrix, nearest_two, read_wire
 from tests.kernels.interpreter import interpreted, small_tiles
-from tests.kernels.wires.taco import difference
+from tests.kernels.wires.taco import assert_alike, check_sums
 
 # relative L2 error of one encode of Gaussian data, groups of 128: measured, plus 3 %
 GAUSSIAN_ERROR = {"fp8-e4m3": 0.0265, "fp8-e5m2": 0.0530}
@@ -218,12 +219,6 @@ def check_format(format: str) -> int:
     assert (small.point, device_number(-1).point) == (64, 128)
     launch.device_number = lambda index: small if format in SMALL else device_number(index)
 
-    def alike(expected, found, config, codes=0.004) -> None:
-        """A sum in another order moves a value that lies within 1e-6 of the middle between two codes."""
-        apart = difference(expected, found, config)
-        assert apart.grid_steps <= 1 and apart.codes < codes and apart.padding, (config, apart)
-        assert apart.scales <= (2**-7 if config.scales != "dual" else 1e-6), (config, apart)
-
     cases = together = 0
     for number, (group_size, scales, hadamard, dtype) in enumerate(
         (
@@ -248,7 +243,7 @@ def check_format(format: str) -> int:
             x = (base[:, :, 16 : 16 + group_size] if strided else base[:, :, 1:]).to(dtype)
             numel, shape = x.numel(), x.shape
             exact = reference.encode(x, config, 2)
-            alike(exact, launch.encode(x, config, 2), config)
+            assert_alike(exact, launch.encode(x, config, 2), config, 0.004)
 
             # chunks of which a tile holds several, the last tile not all of them
             width = (1 + number % 3) * max(group_size, 256 if number % 2 else 128)
@@ -259,7 +254,7 @@ def check_format(format: str) -> int:
             wires = rows.shape, torch.uint8, rows.shape[1]
             decoding = launch._plan("decode", *like, *wires, -1).launch.constants["C"]
             together += encoding.ROW.value > 0 and decoding.ROW.value > 0
-            alike(rows, launch.encode(short, config, 9), config)
+            assert_alike(rows, launch.encode(short, config, 9), config, 0.004)
             again = launch.decode(rows, config, short.shape, dtype)
             expected = reference.decode(rows, config, short.shape, dtype)
             # sums of codes are exact in any order, but for e5m2's, which span 32 binades; and the interpreter
@@ -277,22 +272,11 @@ def check_format(format: str) -> int:
 
             senders = torch.randn(3, numel, generator=g)
             stack = torch.cat([reference.encode(s, config) for s in senders])
-            for wires in (stack, stack[:2]):
-                total = launch.decode_sum(wires, config, shape, torch.float32)
-                expected = reference.decode_sum(wires, config, shape, torch.float32)
-                torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
-
-            expected = reference.decode_sum_encode(stack, config, numel)
-            again = launch.decode_sum_encode(stack, config, numel)
+            other = replace(config, format="int8" if format == "int4" else "int4")
             # sums of codes times bf16 steps can lie in the middle between two codes, where the interpreter,
             # without a fused multiply-add, rounds twice
-            middles = 0.01 if scales != "dual" and not hadamard else 0.004
-            alike(expected[None], again[None], config, middles)
-
-            other = replace(config, format="int8" if format == "int4" else "int4")
-            expected = reference.decode_sum_encode(stack, config, numel, config_out=other)
-            again = launch.decode_sum_encode(stack, config, numel, config_out=other)
-            alike(expected[None], again[None], other, 0.01)
+            codes = 0.01 if scales != "dual" and not hadamard else 0.004
+            check_sums(launch, stack, shape, config, partial(assert_alike, codes=codes), (config, other))
             cases += 1
     assert 2 * together >= cases, "chunks of which a tile holds several"
     return cases

@@ -1,5 +1,6 @@
-"""Comparing two wires of the same tensor: what tests of kernels measure."""
+"""Comparing two wires of the same tensor, and sums by kernels with the reference's."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -73,3 +74,31 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> Differe
         scales = max(scales, float(ratio.max()) if ratio.numel() else 0.0)
         padding = padding and torch.equal(pad_x, pad_y)
     return Difference(differing / max(total, 1), steps, scales, padding)
+
+
+def assert_alike(
+    a: torch.Tensor, b: torch.Tensor, config: CodecConfig, codes: float, scales: float = 1e-6
+) -> None:
+    """Two wires are the same but for a share ``codes`` of neighbours, and ``scales`` or a step's rounding.
+
+    A sum in another order moves a value that lies that near to the middle between two codes.
+    """
+    apart = difference(a, b, config)
+    assert apart.grid_steps <= 1 and apart.codes <= codes and apart.padding, (config, apart, codes)
+    assert apart.scales <= (2**-7 if config.scales != "dual" else scales), (config, apart)
+
+
+def check_sums(
+    kernels, wires: torch.Tensor, shape: tuple, config: CodecConfig, agree, into, decoded: bool = True
+) -> None:
+    """``decode_sum_encode`` with each config of ``into``: wires that ``agree`` with the reference's, which it
+    asserts of both and the config. And, if ``decoded``, ``decode_sum`` of all and of two."""
+    for config_out in into:
+        expected = reference.decode_sum_encode(wires, config, math.prod(shape), config_out=config_out)
+        again = kernels.decode_sum_encode(wires, config, math.prod(shape), config_out=config_out)
+        agree(expected[None], again[None], config_out)
+    for some in (wires, wires[:2]) if decoded else ():
+        out = torch.full(shape, 7.0, device=wires.device)
+        total = kernels.decode_sum(some, config, shape, torch.float32, out=out)
+        expected = reference.decode_sum(some, config, shape, torch.float32)
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())))
