@@ -9,11 +9,6 @@ from taco_kernels.symmetric_memory.channel import Channel, channel_bytes
 from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode, encode
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes: equal also where values are NaN."""
-    return x.contiguous().view(torch.uint8)
-
-
 def simulated_channels(world_size: int, programs: int, timeout: float = 20.0) -> list[Channel]:
     """One channel's end for each of ``world_size`` ranks, all in this device's memory."""
     device = torch.device("cuda", torch.cuda.current_device())

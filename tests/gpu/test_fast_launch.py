@@ -10,7 +10,7 @@ import torch
 from taco_kernels.common import fast_launch
 from taco_kernels.taco import CodecConfig, launch
 from tests.gpu.devices import needs
-from tests.gpu.simulated_ranks import bits
+from tests.kernels.wires.lossless import bits
 
 
 @contextmanager

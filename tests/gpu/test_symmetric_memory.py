@@ -17,6 +17,7 @@ from taco_kernels.taco import CodecConfig, decode, decode_sum, decode_sum_encode
 from tests.distributed.spawn import spawn
 from tests.gpu import simulated_ranks as ranks
 from tests.gpu.devices import UNSHARED, needs
+from tests.kernels.wires.lossless import bits
 
 CALLS, MIXED_CALLS = 10_000, 200
 
@@ -49,7 +50,7 @@ def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, 
     cases = ranks.collective_cases(xs, config, second=config)
     for call, expected in cases * 3:
         for result, wanted in zip(ranks.on_all_ranks(channels, call), expected, strict=True):
-            assert torch.equal(ranks.bits(result), ranks.bits(wanted))
+            assert torch.equal(bits(result), bits(wanted))
     channels[0].check()
 
 

@@ -71,7 +71,7 @@ def test_bytes() -> None:
 
 @pytest.mark.slow
 def test_kernels_reproduce_the_reference() -> None:
-    assert interpreted(main) == "6"
+    interpreted(main)
 
 
 def edges() -> torch.Tensor:
@@ -109,11 +109,10 @@ def check_kernels(
     torch.testing.assert_close(total, reference.decode_sum(expected, layout), **exactly)
 
 
-def main() -> int:
+def main() -> None:
     """Sizes that divide nothing, a NaN, too many values, one value; a traceback on a difference."""
     from taco_kernels.bitmap_sparse import launch
 
-    cases = 0
     for numel, share, bits, keep in (
         (3_003, 0.1, 16, 0.1),
         (5_126, 0.05, 8, 0.5),  # no room for most rows
@@ -126,10 +125,7 @@ def main() -> int:
         x[2, :1024] *= 2.0**-120  # below the smallest exponent
         layout = BitmapLayout(numel, share, bits)
         check_kernels(launch, x, share_threshold(x.nan_to_num(0), keep), layout)
-        cases += 1
     x = edges().repeat(3, 1)
     for bits in (8, 16):
         thresholds = torch.tensor([-0.0, float(x[0, 5].abs()), torch.inf])
         check_kernels(launch, x, thresholds, BitmapLayout(x.shape[1], 1.0, bits))
-        cases += 1
-    return cases

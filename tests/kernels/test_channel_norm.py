@@ -88,7 +88,7 @@ def test_bad_arguments_are_named() -> None:
 
 @pytest.mark.slow
 def test_kernels_reproduce_the_reference() -> None:
-    assert interpreted(main) == str(len(CASES))
+    interpreted(main)
 
 
 def right_statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torch.Tensor:
@@ -133,7 +133,7 @@ def check_kernels(x: torch.Tensor, layout: ChannelNormLayout, device: str = "cpu
     assert y[:, spoiled].isnan().all() and y[:, ~spoiled].isfinite().all()
 
 
-def main() -> int:
+def main() -> None:
     """The kernels on tiny messages; exits with a traceback on a difference."""
     from taco_kernels.channel_norm import launch
 
@@ -151,4 +151,3 @@ def main() -> int:
     assert reference.statistics(x, robust=True)[1].max() < 2.0, "one token does not decide a channel's spread"
     for dtype in (torch.bfloat16, torch.float32):
         check_kernels(x.to(dtype), layout)
-    return len(CASES)

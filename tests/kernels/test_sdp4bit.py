@@ -85,21 +85,19 @@ def test_bad_arguments_are_refused() -> None:
 
 @pytest.mark.slow
 def test_kernels_reproduce_the_reference() -> None:
-    assert interpreted(main) == "5"
+    interpreted(main)
 
 
-def main() -> int:
+def main() -> None:
     """Every kernel in a spread of formats; exits with a traceback on a difference."""
     from taco_kernels.sdp4bit import launch
 
     small_tiles(launch.TUNING)
-    cases = (
+    for case in (
         (GroupFormat(8, 128, True), GroupFormat(4, 128, True), 1300, torch.bfloat16),
         (GroupFormat(4, 64, True), GroupFormat(8, 256, True), 640, torch.float32),
         (GroupFormat(8, 512, True), GroupFormat(4, 64, True), 1000, torch.float16),
         (GroupFormat(4, 2048, False), GroupFormat(4, 128, False), 2100, torch.bfloat16),
         (GroupFormat(8, 128, False), GroupFormat(8, 128, False), 1, torch.float32),
-    )
-    for case in cases:
+    ):
         check_operations(launch, *case)
-    return len(cases)

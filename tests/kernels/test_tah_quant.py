@@ -137,10 +137,10 @@ def test_large_positive_values_decode(values: tuple[float, ...]) -> None:
 
 @pytest.mark.slow
 def test_kernels_reproduce_the_reference() -> None:
-    assert interpreted(main) == "7"
+    interpreted(main)
 
 
-def main() -> int:
+def main() -> None:
     """Both kernels in a spread of settings; exits with a traceback on a difference."""
     from taco_kernels.tah_quant import launch
 
@@ -158,4 +158,3 @@ def main() -> int:
         if number == 0:
             x = x.transpose(0, 1).contiguous().transpose(0, 1)
         check_kernels(launch, x, config)
-    return len(cases)
