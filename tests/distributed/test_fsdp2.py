@@ -218,7 +218,7 @@ def test_overflow() -> None:
 
 
 def replicas_worker(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicas", "shards"))
     plain, model = train(build(mesh=mesh), 3), build(mesh=mesh)
     compression = attach(model, "lossless", "int8")
     with TransportAudit() as audit:
@@ -226,6 +226,7 @@ def replicas_worker(rank: int, ranks: int) -> None:
     check_bytes(audit.sent, compression)
     assert kinds(compression, "dp.weight") == {"compressed"} and close(losses, plain, 0.5)
     gradients, inputs = [], torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    inputs = inputs.to(DEVICE)
     for reduce in (None, "int8"):
         model = build(mesh=mesh)
         for one in (model[0], model[1], model):
@@ -242,8 +243,8 @@ def replicas_worker(rank: int, ranks: int) -> None:
     others = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     model = nn.Sequential(build(mesh=mesh["shards"]))
     if stage == 1:
-        other = DeviceMesh.from_group(others[1], "cpu")
-        model.append(fully_shard(nn.Linear(33, 33), mesh=other, mp_policy=BF16))
+        other = DeviceMesh.from_group(others[1], DEVICE)
+        model.append(fully_shard(nn.Linear(33, 33, device=DEVICE), mesh=other, mp_policy=BF16))
     attach(model)  # one stage has two meshes
     optimizer = torch.optim.SGD(model.parameters())
     for _ in range(2):  # the second stage begins when the first is through

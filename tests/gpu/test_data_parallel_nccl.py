@@ -83,3 +83,9 @@ def test_fsdp2_on_gpus(worker: Callable) -> None:
     """Its own streams, prefetching, kernels: losses of lossless gathers equal to the last bit, int8 near; a
     shard that does not fit."""
     spawn(_fsdp2_on_gpu, 2, worker, backend="nccl")
+
+
+@needs(4)
+def test_fsdp2_with_replicas() -> None:
+    """HSDP, NCCL's sums that multiply before they add, and two pipeline stages."""
+    spawn(_fsdp2_on_gpu, 4, test_fsdp2.replicas_worker, backend="nccl")
