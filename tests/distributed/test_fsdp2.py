@@ -123,7 +123,7 @@ def learning_worker(rank: int, ranks: int) -> None:
         model(torch.ones(1, WIDTH, device=DEVICE)).sum().backward()
         optimizer.step()
         reference(torch.ones(1, WIDTH, device=DEVICE))
-    assert lines and UNKNOWN not in str(lines), "what is sent between a step and the next pass is not the model's"
+    assert lines and UNKNOWN not in str(lines), "after a step others send until the next pass"
     meshes = init_device_mesh(DEVICE, (ranks, 1), mesh_dim_names=("other", "own"))
     assert "payloads of 0.000 MB" in attach(build(mesh=meshes["own"])).summary(), "one rank sends nothing"
     assert "payloads of 0.000 MB" not in attach(build(mesh=meshes)).summary(), "but to replicas it does"
