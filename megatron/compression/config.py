@@ -175,7 +175,7 @@ class CompressionConfig:
             if number:
                 lines.append(f"{name}={number}")
         if self.enabled and self.start_iteration:
-            lines.append(f"everything goes uncompressed before iteration {self.start_iteration}")
+            lines.append(f"everything goes uncompressed up to iteration {self.start_iteration}")
         if self.error_bound is not None:
             lines.append(f"a layer compresses while its error is at most {self.error_bound:g}")
         if self.validate_uncompressed:

@@ -92,7 +92,7 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
         ("tagc", "tagc compresses gradients only; give it to --dp-compression"),
         ("", "codec '' is unknown"),
         ("int6:gruop=64", "int6: no setting 'gruop'; choose among group, scales, hadamard, normalize"),
-        ("int6:group", "int6: no setting 'group'|no setting"),
+        ("int6:group", "int6: group needs a value; choose among"),
         ("identity:x=1", "identity: no setting 'x'; choose among none"),
         ("int6:group=48", "int6:group=48: group=48 is not supported; choose one of 32, 64, 128, 256"),
         ("int6:hadamard=maybe", "int6:hadamard=maybe must be on or off"),

@@ -24,7 +24,7 @@ OTHERS = {  # flags of other programs
     *("--nproc-per-node", "--standalone", "--nnodes", "--nodes", "--help"),
     *("--fast", "--all", "--with-transformer-engine", "--pdb"),
     *("--tensor-parallel", "--data-parallel", "--pipeline-parallel"),  # scripts make them by dimension
-    "--use-kitchen",  # Megatron's where nvidia-kitchen is installed
+    *("--kitchen-config-file", "--kitchen-recipe-number"),  # Megatron's where nvidia-kitchen is installed
 }
 SPEC_FLAG = re.compile(r"""--(tp|pp|dp|ep|cp)-compression[ =]["']?([^\s`,;:()|"']+(?::[^\s`;()|"']+)?)""")
 NAMED = re.compile(r"`([a-z][a-z0-9-]*(?::[a-z]+=[^\s`]+)?(?:/[a-z][a-z0-9-]*)?)`")

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from megatron.compression.dimension import naming_arguments, refuse_flags
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.graphs import refuse_by_layer
+from megatron.compression.tensor_parallel.config import OTHER_LAYERS
 
-_OTHER_LAYERS = "has layers that are not covered"
 # Megatron's flag -> why a model of one stream a rank cannot have it
 _REFUSED = {
     "sequence_parallel": "splits one residual stream over the ranks, but here each rank has its own",
     "distribute_saved_activations": "keeps a slice of one residual stream on each rank, but each has its own",
     "num_experts": "routes tokens from one residual stream, but here each rank has its own",
     "mtp_num_layers": "embeds tokens again in layers that are not covered",
-    "multi_latent_attention": _OTHER_LAYERS,
-    "experimental_attention_variant": _OTHER_LAYERS,
-    "heterogeneous_layers_config_path": _OTHER_LAYERS,
-    "use_kitchen": _OTHER_LAYERS,
+    **dict.fromkeys(("multi_latent_attention", *OTHER_LAYERS), "has layers that are not covered"),
     "defer_embedding_wgrad_compute": "defers the output layer's weight gradient to after the backward",
     "use_megatron_fsdp": "keeps gradients where their sum over tensor-parallel ranks does not reach them",
     "use_torch_fsdp2": "keeps gradients where their sum over tensor-parallel ranks does not reach them",

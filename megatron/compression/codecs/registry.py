@@ -89,7 +89,8 @@ class Registry:
             open_settings = settings_of(cls, fixed)
             if key not in open_settings or not equals:
                 choice = ", ".join(open_settings) or "none"
-                raise CompressionConfigError(f"{name}: no setting {key!r}; choose among {choice}")
+                wrong = f"{key} needs a value" if key in open_settings else f"no setting {key!r}"
+                raise CompressionConfigError(f"{name}: {wrong}; choose among {choice}")
             values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
         try:
             return cls(**fixed, **values)

@@ -219,7 +219,7 @@ class Gradients(Dimension):
         start = self.policy.rule("dp.gradient").start_iteration
         if start > self.policy.rule("dp.weight").start_iteration:  # the compressor's own choice
             name = self.compressor.name
-            self._say(f"compression: {name}: gradients go uncompressed before iteration {start}")
+            self._say(f"compression: {name}: gradients go uncompressed up to iteration {start}")
         if self.fsdp2:
             return
         for chunk in chunks:

@@ -21,12 +21,15 @@ from megatron.compression.graphs import refuse_by_layer, refuse_host_splits
 
 _GATHERS = "gathers the inputs of recomputed layers, which"
 
-_OTHER_LAYERS = ("experimental_attention_variant", "heterogeneous_layers_config_path", "use_kitchen")
+OTHER_LAYERS = (
+    *("experimental_attention_variant", "heterogeneous_layers_config_path"),
+    *("kitchen_config_file", "kitchen_recipe_number", "use_kitchen"),
+)
 """Flags whose layers are not a dense GPT's."""
 
 _NOT_COVERED = {
     "distribute_saved_activations": f"{_GATHERS} are not compressed",
-    **dict.fromkeys(_OTHER_LAYERS, "is not a dense GPT layer's, which --tp-compression covers"),
+    **dict.fromkeys(OTHER_LAYERS, "is not a dense GPT layer's, which --tp-compression covers"),
 }
 """What compression cannot be combined with: Megatron's argument -> why."""
 
@@ -41,7 +44,7 @@ HALVES = "--tp-compression-overlap halves"
 _NOT_HALVED = {
     "num_experts": "routes the tokens of a whole micro-batch",
     "multi_latent_attention": "has attention whose input goes to several layers",
-    **dict.fromkeys(("mtp_num_layers", *_OTHER_LAYERS), "has layers that are not halved"),
+    **dict.fromkeys(("mtp_num_layers", *OTHER_LAYERS), "has layers that are not halved"),
     "distribute_saved_activations": "keeps a part of one tensor, where there are two",
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_torch_fsdp2"),
