@@ -81,6 +81,11 @@ class TestCheckpoints:
         assert_one_line(run, f"--load {folder}: Global shape mismatch for loaded")
         assert self.files(folder) == before
 
+    @pytest.mark.parametrize("flag", ["--use-distributed-optimizer", "--untie-embeddings-and-output-weights"])
+    def test_one_with_other_tensors_names_the_flags(self, folder: Path, flag: str) -> None:
+        run = tiny(flag, "--load", str(folder), train_iters="1")
+        assert_one_line(run, "Start with the flags that wrote it (--use-distributed-optimizer, too)")
+
     def test_another_schedule_names_the_flag(self, folder: Path) -> None:
         run = tiny("--load", str(folder), train_iters="3")
         assert_one_line(run, "add --override-opt-param-scheduler to follow this run's")

@@ -49,10 +49,11 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
         )
     if damaged := damaged_file(folder):
         return f"{source}: {damaged}: name another checkpoint, or an earlier iteration with --ckpt-step"
-    if not (isinstance(error, AssertionError) or "mismatch" in str(error)):
+    other = any(word in str(error) for word in ("mismatch", "flattened_range"))
+    if not other and not isinstance(error, AssertionError | KeyError):
         return None
-    reason = first_line(error).rstrip(".")
-    return f"{source}: {reason}. Start with the flags that wrote it, or name another checkpoint"
+    fix = "Start with the flags that wrote it (--use-distributed-optimizer, too), or take its weights alone"
+    return f"{source}: {first_line(error).rstrip('.')}. {fix} with --no-load-optim"
 
 
 def damaged_file(folder: str) -> str | None:
