@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+import warnings
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from torch.utils._device import _device_constructors
 from megatron.compression.patches.symbols import around, put, replace
 
 CPU = torch.device("cpu")
+_ATEN = torch.library.Library("aten", "IMPL")
 
 
 def _nothing(self, *args, **kwargs) -> None:
@@ -180,7 +182,11 @@ def _to_cpu(original, self, *args, **kwargs):
 
 
 def _install_tensors() -> None:
-    """Wrap the factories and the Tensor methods that move a tensor to the device."""
+    """Wrap the factories, the Tensor methods that move a tensor to the device, and products of matrices."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        with warnings.catch_warnings(action="ignore"):  # torch warns of such a replacement
+            for name in ("mm", "addmm", "bmm", "baddbmm"):
+                _ATEN.impl(name, functools.partial(_in_fp32, getattr(torch.ops.aten, name).out), "CPU")
     _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
     for name in FACTORIES:
         replace(torch, name, (), _on_cpu)
@@ -195,6 +201,13 @@ def _install_tensors() -> None:
     put(tensor, "record_stream", lambda self, stream: None, "there are no streams")
 
 
+def _in_fp32(product, *matrices, **factors) -> torch.Tensor:
+    """A product of matrices; of bf16 ones in fp32: torch takes 40 times as long where the CPU has no bf16."""
+    dtype = matrices[-1].dtype
+    matrices = [one.float() if dtype == torch.bfloat16 else one for one in matrices]
+    return product(*matrices, **factors, out=matrices[-1].new_empty(0)).to(dtype)
+
+
 def _get_state(*_args, **_kwargs) -> torch.Tensor:
     """For torch.cuda.get_rng_state and megatron's _get_cuda_rng_state: a uint8 copy of the state."""
     return torch.default_generator.get_state()
@@ -203,11 +216,6 @@ def _get_state(*_args, **_kwargs) -> torch.Tensor:
 def _set_state(new_state: torch.Tensor, *_args, **_kwargs) -> None:
     """For torch.cuda.set_rng_state and megatron's _set_cuda_rng_state."""
     torch.default_generator.set_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    """For torch.cuda.manual_seed. (torch.manual_seed itself calls manual_seed_all, which stays as it is.)"""
-    torch.default_generator.manual_seed(int(seed))
 
 
 @contextlib.contextmanager
@@ -238,7 +246,7 @@ def _install_random_state() -> None:
     for module in (torch.cuda, torch.cuda.random):
         put(module, "get_rng_state", _get_state, why)
         put(module, "set_rng_state", _set_state, why)
-        put(module, "manual_seed", _manual_seed, why)
+        put(module, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)), why)
 
 
 def install_tracker(random_module) -> None:
