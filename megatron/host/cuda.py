@@ -16,13 +16,14 @@ from types import SimpleNamespace
 
 import psutil
 import torch
+from torch import library
 from torch.distributed import ProcessGroupGloo
 from torch.utils._device import _device_constructors
 
 from megatron.compression.patches.symbols import around, put, replace
 
 CPU = torch.device("cpu")
-_ATEN = torch.library.Library("aten", "IMPL")
+_ATEN = library.Library("aten", "IMPL")
 
 
 def _nothing(self, *args, **kwargs) -> None:
@@ -146,9 +147,7 @@ FACTORIES = (
 
 
 def _is_cuda(device) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda")
+    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 def _on_cpu(factory):
@@ -246,6 +245,7 @@ def _install_random_state() -> None:
     for module in (torch.cuda, torch.cuda.random):
         put(module, "get_rng_state", _get_state, why)
         put(module, "set_rng_state", _set_state, why)
+        # not manual_seed_all, which torch.manual_seed calls
         put(module, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)), why)
 
 

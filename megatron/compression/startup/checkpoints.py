@@ -49,11 +49,11 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
         )
     if damaged := damaged_file(folder):
         return f"{source}: {damaged}: name another checkpoint, or an earlier iteration with --ckpt-step"
-    other = any(word in str(error) for word in ("mismatch", "flattened_range"))
-    if not other and not isinstance(error, AssertionError | KeyError):
+    optimizer = any(word in str(error) for word in ("flattened_range", "optimizer.state"))
+    if not (optimizer or "mismatch" in str(error) or isinstance(error, AssertionError | KeyError)):
         return None
-    fix = "Start with the flags that wrote it (--use-distributed-optimizer, too), or take its weights alone"
-    return f"{source}: {first_line(error).rstrip('.')}. {fix} with --no-load-optim"
+    other = "load weights alone: --no-load-optim" if optimizer else "name another checkpoint"
+    return f"{source}: {first_line(error).rstrip('.')}. Start with the flags that wrote it, or {other}"
 
 
 def damaged_file(folder: str) -> str | None:
