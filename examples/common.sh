@@ -13,7 +13,7 @@
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
 #   COMPRESSION      flags of compression; empty: uncompressed
 #   USE_TE=1         Transformer Engine's layers, with sequence parallelism
-#   GRAPHS=1         the iteration as one CUDA graph, where the host launches too slowly (not with USE_TE=1)
+#   GRAPHS=1         the iteration as one CUDA graph, where the host launches too slowly (with USE_TE=1 not run)
 #   PRECISION        bf16, fp16 or fp32
 #   TP PP and every variable set with := in the script or below
 # shellcheck shell=bash disable=SC2034
