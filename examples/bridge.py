@@ -12,10 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
-from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.pretrain import pretrain
+try:
+    from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
+    from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed: pip install -e '.[bridge]'")
 
 from megatron.compression import bridge
 

@@ -55,6 +55,8 @@ need() { # a variable, what it is; MOCK=1 and TINY=1 do without
     exit 2
 }
 need DATA_PATH "the prefix of an indexed dataset (scripts/preprocess_data.py), and TOKENIZER_MODEL"
+[ -z "${DATA_PATH:-}" ] || MOCK=0 TINY=0 need TOKENIZER_MODEL "the tokenizer that made DATA_PATH"
+[[ $PRECISION =~ ^(bf16|fp16|fp32)$ ]] || refuse PRECISION "bf16, fp16 or fp32"
 
 # Layers as Llama's.
 LLAMA_ARGS=(
@@ -117,7 +119,7 @@ train() { # an entrypoint, its arguments; RUN names the folders of checkpoints a
             --data-path "${prefixes[@]}"
             --split "$SPLIT"
             --tokenizer-type "${TOKENIZER_TYPE:-HuggingFaceTokenizer}"
-            --tokenizer-model "${TOKENIZER_MODEL:?set it to the tokenizer that made DATA_PATH}"
+            --tokenizer-model "$TOKENIZER_MODEL"
         )
     else
         words+=(--mock-data --tokenizer-type NullTokenizer ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"})

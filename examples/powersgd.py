@@ -113,6 +113,4 @@ def joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 def cut(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """What ``joined`` made ``flat`` of."""
-    return [
-        part.view(one.shape) for part, one in zip(flat.split([o.numel() for o in like]), like, strict=True)
-    ]
+    return [row.view(one.shape) for row, one in zip(flat.split([o.numel() for o in like]), like, strict=True)]

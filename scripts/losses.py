@@ -22,12 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import file_digest, sha256
 from pathlib import Path
 
 from _corpus import SPLITS, prepare
 from _launch import FLAGS, ROOT, SETTINGS_HELP, BenchSetting, gpu_count, parse_setting, torchrun
 
+from megatron.compression.config import CompressionConfig
+from megatron.compression.dimension import naming_flags
+from megatron.compression.errors import one_line_errors
 from megatron.compression.report.render import table as markdown
 
 SHAPES = {
@@ -82,6 +86,11 @@ def parse_args() -> argparse.Namespace:
     options, options.extra = parser.parse_known_args()
     options.dimension = next(name for name in FLAGS if getattr(options, f"{name}_parallel") is not None)
     options.ranks = getattr(options, f"{options.dimension}_parallel")
+    config = getattr(CompressionConfig(), f"{options.dimension}_parallel")
+    fields = "compression", "weights" if options.dimension == "data" else "backward"
+    for setting in options.settings:
+        with one_line_errors(), naming_flags():
+            replace(config, **dict(zip(fields, setting.specs, strict=False)))
     return options
 
 
@@ -204,9 +213,8 @@ def main() -> None:
     options.model = options.model or ("small" if options.on_gpus else "tiny")
     options.output = (options.output or ROOT / "runs" / options.dimension).resolve()
     folder = options.data.resolve() if options.data else options.output / "data"
-    text, megabytes, vocabulary = (
-        ("stdlib", 8, 2048) if options.model == "tiny" else ("site-packages", 90, 16384)
-    )
+    tiny = options.model == "tiny"
+    text, megabytes, vocabulary = ("stdlib", 8, 2048) if tiny else ("site-packages", 90, 16384)
     data = prepare(folder, text, options.corpus_mb or megabytes, vocabulary)
     common, settings = common_of(options, data), {setting.text: setting for setting in options.settings}
     planned = plan(list(settings), options.seeds, options.noise_seed)

@@ -83,7 +83,10 @@ def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
 def lines_of(patterns: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
     """(path, number, bytes) of all lines that are not blank; numbers count from 1, patterns are sorted."""
     for pattern in patterns:
-        for path in sorted(glob.glob(pattern)) or [pattern]:
+        paths = sorted(glob.glob(pattern))
+        if not paths:
+            raise InputError(f"--input {pattern}: no such file; give JSONL files or patterns")
+        for path in paths:
             with open(path, "rb") as stream:
                 yield from ((path, number, line) for number, line in enumerate(stream, 1) if line.strip())
 

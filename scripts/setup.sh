@@ -90,6 +90,10 @@ else
 fi
 if ! stamped "$stamp"; then
     echo "setup: installing (torch's CUDA build is about 5 GB on disk; a few minutes)"
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1 && ! .venv/bin/python -m ensurepip >/dev/null 2>&1; then
+        echo "error: .venv has no pip; remove it (rm -r .venv) and run scripts/setup.sh again" >&2
+        exit 1
+    fi
     pip -e '.[dev]'
     .venv/bin/python -W ignore -c 'import torch, triton, megatron.core, megatron.compression, taco_kernels'
     echo "$wanted" >"$stamp"

@@ -10,8 +10,11 @@ import sys
 
 def main() -> None:
     """Give the script our flags, and its ``pretrain`` our hooks; then run it as it is."""
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        print("usage: torchrun ... -m megatron.compression SCRIPT [its flags and ours]", file=sys.stderr)
+    script = sys.argv[1] if sys.argv[1:] else "-"
+    if not os.path.isfile(script):
+        what = "" if script.startswith("-") else f"error: {script}: no such file; "
+        usage = "usage: torchrun ... -m megatron.compression SCRIPT [its flags and ours]"
+        print(what + usage, file=sys.stderr)
         raise SystemExit(2)
     from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
@@ -23,7 +26,7 @@ def main() -> None:
     from megatron.compression.patches import loop
     from megatron.compression.setup import add_arguments, enable
 
-    script, sys.argv = sys.argv[1], sys.argv[1:]
+    sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
     loop.with_extra_arguments(add_arguments)
     loop.around_pretrain(lambda container, _: enable(get_args(), container.model))

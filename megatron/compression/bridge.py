@@ -132,13 +132,9 @@ def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Names
     settings, names = megatron_settings(cfg)
     with renaming(OUR_NAMES | names), naming_flags():
         if cfg.dist.use_decentralized_pg:
-            raise CompressionConfigError(
-                "cfg.dist.use_decentralized_pg has groups that are not covered; drop it"
-            )
+            raise CompressionConfigError("cfg.dist.use_decentralized_pg has groups not covered here; drop it")
         if config.tensor_parallel.enabled and settings.tp_comm_overlap:
-            raise CompressionConfigError(
-                "--tp-comm-overlap was set after bridge.attach; set it before, or drop it"
-            )
+            raise CompressionConfigError("--tp-comm-overlap was set after bridge.attach; set it before that")
         config = replace(config, data_parallel=config.data_parallel.resolved(settings))
         config.check(settings)
     return config, settings
@@ -199,9 +195,7 @@ class BridgeCompression:
     def on_train_start(self, context: Any) -> None:
         """Continue as the run that saved the checkpoint, if one was loaded."""
         if self.compression is None:
-            raise CompressionConfigError(
-                "pretrain has another cfg than bridge.attach: give both the same object"
-            )
+            raise CompressionConfigError("pretrain has another cfg than bridge.attach: give both one object")
         self._state = context.state
         folder, iteration = self.cfg.checkpoint.load, self._iteration()
         if iteration and folder:

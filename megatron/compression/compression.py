@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from megatron.compression import repetition
 from megatron.compression.caat_net.hooks import CaatNet
+from megatron.compression.codecs.base import check_payloads
 from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
@@ -60,7 +61,8 @@ class Compression:
         self.config, self._say, self._train_iters = config, say, train_iters
         self.steps = 0
         """Calls of ``step`` so far."""
-        self._said_small = False
+        self._said_small = self._wrapped = False
+        self._told = iteration is not None
         ledger, meter = Ledger(), ErrorMeter(config.error_bound)
         rules, iteration = config.rules(train_iters), iteration or (lambda: self.steps)
         policy = Policy(rules, ledger, iteration, config.validate_uncompressed, meter)
@@ -107,10 +109,13 @@ class Compression:
 
         Raises: CompressionConfigError: a part of a spec by site that meets no site on any rank.
         """
-        if line := fp8_in_software(c for rule in self.run.policy.rules.values() for c in rule.codecs):
+        codecs = [codec for rule in self.run.policy.rules.values() for codec in rule.codecs]
+        check_payloads(codecs)
+        if line := fp8_in_software(codecs):
             self._say(f"compression: {line}")
         for dimension in self.dimensions.values():
             dimension.attach_wrapped(chunks)
+        self._wrapped = True
         for follow in self._when_attached:
             follow(chunks)
         return chunks
@@ -118,6 +123,23 @@ class Compression:
     def on_attached(self, follow: Callable[[list[torch.nn.Module]], None]) -> None:
         """Call ``follow(chunks)`` with the wrapped chunks once there are any."""
         self._when_attached.append(follow)
+
+    def refuse_missing_calls(self, *_: object) -> None:
+        """Before a chunk runs in a loop of one's own: a call was left out that some compression needs."""
+        if self.steps or not torch.is_grad_enabled():
+            return
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        if self.config.data_parallel.enabled and replicas > 1 and not self._wrapped:
+            raise CompressionConfigError(
+                "gradients are not compressed: call compression.attach_wrapped(chunks) after "
+                "DistributedDataParallel has wrapped the chunks"
+            )
+        later = any(rule.codecs and rule.start_iteration for rule in self.run.policy.rules.values())
+        if later and not self._told and any(sent for sent, _ in self.ledger.totals()["dp.gradient"].values()):
+            raise CompressionConfigError(
+                "compression never begins, since no iteration is counted: call compression.step() after each "
+                "iteration, or give attach(iteration=...)"
+            )
 
     def summary(self) -> str:
         """What this rank has sent in training so far, and would have sent uncompressed: a line for each class
@@ -204,7 +226,8 @@ def attach(chunks: list[torch.nn.Module], config: CompressionConfig, **options: 
     repetition.refuse_stages(config, "only Megatron's training loop repeats passes")
     gaps.make_torch_adam_resumable()
     compression = Compression(config, **options)
-    compression.attach_model(chunks)
+    for chunk in compression.attach_model(chunks):
+        chunk.register_forward_pre_hook(compression.refuse_missing_calls)
     return compression
 
 

@@ -1,6 +1,7 @@
 """Everything that the settings say about compression: one frozen dataclass of the dimensions'."""
 
 import dataclasses
+import difflib
 import math
 import os
 from argparse import Namespace
@@ -12,7 +13,7 @@ from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.dimension import DimensionConfig, naming_arguments
+from megatron.compression.dimension import FLAGS, DimensionConfig, naming_arguments
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
@@ -85,6 +86,7 @@ class CompressionConfig:
             ("transport", known, f"is unknown; choose one of {', '.join(choices)}"),
             ("start_iteration", (self.start_iteration or 0) >= 0, "must be an iteration >= 0"),
             ("error_bound", finite, "must be a relative error > 0, such as 0.05"),
+            ("report", self.report != "", "must be a folder; name one, or drop the flag"),
             ("loss_budget", 0 <= budget < math.inf, "must be a percentage >= 0, such as 0.1"),
         ):
             if not valid:
@@ -158,9 +160,7 @@ class CompressionConfig:
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
         settings = vars(args)
-        settings |= {
-            name: False for name in settings if name.startswith("tp_comm_") and settings[name] is True
-        }
+        settings |= {one: False for one in settings if one.startswith("tp_comm_") and settings[one] is True}
         return [
             "--tp-comm-overlap is switched off: userbuffers send past the codecs, and kept without them they "
             "took 311 to 381 ms an iteration and a gradient norm of 92, where NCCL took 284 ms and had 1"
@@ -188,7 +188,11 @@ class CompressionConfig:
 
 
 def from_environment(name: str) -> int | None:
-    """A number >= 1; None where the variable is not set, or empty."""
+    """A number >= 1; None where the variable is not set, or empty. Refuses misspelt variables of ours."""
+    for given in os.environ.keys() - {COMMUNICATORS, NODE_SIZE}:
+        if given.startswith("MEGATRON_COMPRESSION_"):
+            (near,) = difflib.get_close_matches(given, (COMMUNICATORS, NODE_SIZE), n=1, cutoff=0.0)
+            raise CompressionConfigError(f"{given} is unknown; did you mean {near}? If not, unset it")
     text = os.environ.get(name, "")
     if not text:
         return None
@@ -210,14 +214,26 @@ SAME_RESULTS = {"transport", "report", "overlap"}
 """Settings of how a run gets to its results: they change at most the order in which it adds up."""
 
 
-def changed_settings(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """``tensor_parallel.compression taco -> int6`` for everything that decides results and differs."""
+_TYPED = FLAGS | {
+    "--compression auto": ("auto",),
+    COMMUNICATORS: ("communicators",),
+    NODE_SIZE: ("data_parallel.node_size",),
+}
+
+
+def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """``--tp-compression taco -> int6`` for every flag or variable that decides results and differs."""
     found = []
-    for key, value in now.items():
-        if key in SAME_RESULTS or key not in saved:
-            continue
-        if isinstance(value, dict):
-            found += changed_settings(saved[key], value, f"{prefix}{key}.")
-        elif saved[key] != value:
-            found.append(f"{prefix}{key} {saved[key]} -> {value}")
+    for name, paths in _TYPED.items():
+        old, new = (_typed(config, paths) for config in (saved, now))
+        if old and old != new and paths[0].rpartition(".")[2] not in SAME_RESULTS:
+            found.append(f"{name} {old} -> {new}")
     return found
+
+
+def _typed(config: dict[str, Any], paths: tuple[str, ...]) -> str:
+    """What a stored config has in a flag's fields, as one types it; empty: it is older than they are."""
+    places = [path.rpartition(".") for path in paths]
+    values = [(config.get(part, {}) if part else config).get(name, "") for part, _, name in places]
+    text = " ".join("default" if value is None else str(value) for value in values).strip()
+    return text.removesuffix(" default")

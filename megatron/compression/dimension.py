@@ -117,7 +117,7 @@ def codec_of(spec: str | None, flag: str) -> Codec | None:
             f"{flag} {spec}: {name} compresses gradients of weights only: give it to --dp-compression"
         )
     with naming(flag):
-        return parse_codec(spec)
+        return parse_codec(spec, flag)
 
 
 def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
@@ -160,9 +160,7 @@ class DimensionConfig:
             if hasattr(self, "backward"):
                 object.__setattr__(self, "backward", other)
             if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-                raise CompressionConfigError(
-                    f"--compression-min-mb {self.min_mb} must be a number of MiB >= 0"
-                )
+                raise CompressionConfigError(f"--compression-min-mb {self.min_mb} must be MiB >= 0")
             self.validate()
 
     def validate(self) -> None:

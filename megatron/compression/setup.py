@@ -166,9 +166,7 @@ def complete(model_config: GPTModelConfig, args: Namespace) -> None:
         model_config.rope_scaling_factor = args.rope_scaling_factor
 
 
-def _follow(
-    args: Namespace, compression: Compression, reporter: Reporter, automatic: Automatic | None
-) -> None:
+def _follow(args: Namespace, compression: Compression, reporter: Reporter, auto: Automatic | None) -> None:
     """Call the parts of a run where Megatron's loop comes by."""
     audit = BackendAudit(compression.ledger, lambda: groups_by_dimension(args.num_experts is not None))
     compression.on_attached(audit.start_with_first_forward)
@@ -178,8 +176,8 @@ def _follow(
             _log(f"compression: {line}")
         reporter.on_training_log(iteration, losses)
         compression.on_training_log(iteration, args.log_interval)
-        if automatic is not None:
-            automatic.on_training_log(iteration)
+        if auto is not None:
+            auto.on_training_log(iteration)
 
     loop.on_training_log(on_training_log)
 

@@ -4,6 +4,7 @@ TACO_KERNELS_AS_IF=89 times the kernels that an sm_89 would be given, on this GP
 """
 
 import argparse
+import sys
 from functools import partial
 
 import torch
@@ -33,6 +34,8 @@ def main() -> None:
             codecs.add_taco_arguments(command)
     collectives.add_arguments(commands.add_parser("collectives", help=collectives.__doc__.splitlines()[0]))
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: the benchmarks time kernels on a GPU, and torch finds none; run them where it does")
     torch.manual_seed(0)
     if options.name == "collectives":
         report(collectives.run(options), collectives.COLUMNS)

@@ -85,9 +85,7 @@ def capability_as_if(wanted: str, own: tuple[int, int]) -> tuple[int, int]:
     """The compute capability that AS_IF names; ValueError unless a device of ``own`` can run its kernels."""
     capability = divmod(int(wanted), 10) if wanted.isdecimal() else (0, 0)
     if capability < (8, 0) or min(capability, (8, 9)) > own:  # what kernels are written for comes with 8.9
-        raise ValueError(
-            f"{AS_IF}={wanted}: give 80 to 120, such as 89, no more than this GPU's {own} can do"
-        )
+        raise ValueError(f"{AS_IF}={wanted}: give 80 to 120, such as 89, and no more than this GPU's {own}")
     return capability
 
 

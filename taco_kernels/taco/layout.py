@@ -60,9 +60,7 @@ class CodecConfig:
         ):
             check_choice(name, getattr(self, name), allowed)
         if self.scales == "signed" and self.is_float:
-            raise ValueError(
-                f"scales='signed' needs an integer format, not {self.format}; use scales='single'"
-            )
+            raise ValueError(f"scales='signed' needs integers, not {self.format}; use scales='single'")
 
     @property
     def is_float(self) -> bool:

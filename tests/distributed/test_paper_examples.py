@@ -89,6 +89,8 @@ def test_variants(validated):
     [
         ("taco", {"MODEL": "8b", **DATA}, "error: MODEL=8b is unknown; use gpt-350m"),
         ("sdp4bit", {"VARIANT": "half", "MOCK": "1"}, "error: VARIANT=half is unknown; use all, weights"),
+        ("taco", {"PRECISION": "fp64", **DATA}, "error: PRECISION=fp64 is unknown; use bf16, fp16 or fp32"),
+        ("taco", {"DATA_PATH": "x", "TINY": "1"}, "error: TOKENIZER_MODEL is not set: give the tokenizer"),
         ("taco", {"MODEL": "qwen2.5-7b", **DATA}, "error: HF_DIR is not set: give the Hugging Face folder"),
         ("tah_quant", DATA, "error: PRETRAINED is not set: give a Megatron checkpoint"),
     ],

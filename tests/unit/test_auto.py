@@ -105,7 +105,7 @@ def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) ->
 
 
 def test_what_cannot_be_combined_is_a_line():
-    """Not an error: experts of the flex dispatcher, Transformer Engine's ring."""
+    """Not an error: experts of the flex dispatcher, Transformer Engine's ring, FSDP2, even for no gain."""
     settings = dict(moe_token_dispatcher_type="flex", transformer_impl="transformer_engine")
     args = parsed("--compression", "auto", **{**USED, **settings})
     run = Measurement.__new__(Measurement)
@@ -116,6 +116,10 @@ def test_what_cannot_be_combined_is_a_line():
     assert (one.dimension, one.name, one.link) == ("expert_parallel", "none", "not timed")
     assert "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens" in one.why
     assert other.dimension == "context_parallel" and "keys and values on in a ring of its own" in other.why
+    run.args = parsed("--compression", "auto", use_torch_fsdp2=True, data_parallel_size=2)
+    message = MessageKind("data_parallel", "dp.gradient", "all_reduce", (4,), torch.float32, 1.0)
+    run.config, run.work, run._times = resolve(run.args), Workload(1.0, (message,)), {message: 0.0}
+    assert "--use-torch-fsdp2 is not timed" in run._worth_timing("data_parallel", 1.0, 0.1)[1]
 
 
 def test_layers_that_send_in_another_way_are_named():

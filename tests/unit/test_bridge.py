@@ -103,5 +103,5 @@ def test_userbuffers_are_switched_off_before_they_are_made(capsys) -> None:
 
 def test_another_container_is_refused_when_training_starts() -> None:
     callback = bridge.attach(container(), tp="int8")
-    with pytest.raises(CompressionConfigError, match="give both the same object"):
+    with pytest.raises(CompressionConfigError, match="give both one object"):
         callback.on_train_start(SimpleNamespace(state=None))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shlex
 
 import pytest
@@ -117,13 +118,15 @@ def test_the_environment_is_checked_and_said(monkeypatch) -> None:
     config = resolve(args)
     assert config.describe(args)[-2:] == [f"{COMMUNICATORS}=3", f"{NODE_SIZE}=2"]
     assert changed_settings(now, config.asdict()) == [
-        *(f"{part}.min_mb None -> 0.5" for part in ("tensor_parallel", "pipeline_parallel")),
-        *(f"{part}.min_mb None -> 0.5" for part in ("context_parallel", "expert_parallel", "data_parallel")),
-        "data_parallel.node_size None -> 2",
-        "communicators 0 -> 3",
+        "--compression-min-mb default -> 0.5",
+        f"{COMMUNICATORS} 0 -> 3",
+        f"{NODE_SIZE} default -> 2",
     ]
     monkeypatch.setenv(NODE_SIZE, "two")
     with pytest.raises(CompressionConfigError, match=f"{NODE_SIZE}=two must be a number >= 1; unset it"):
+        _config("--dp-compression", "int8")
+    monkeypatch.setenv("MEGATRON_COMPRESSION_NODES", "2")
+    with pytest.raises(CompressionConfigError, match=f"_NODES is unknown; did you mean {NODE_SIZE}"):
         _config("--dp-compression", "int8")
 
 
@@ -153,8 +156,8 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
     saved = _config("--tp-compression", "tensor-6bit", "--tp-compression-overlap", "halves").asdict()
     now = _config("--taco", "--tp-compression-layers", "0", "--compression-transport", "collective").asdict()
     assert changed_settings(saved, now) == [
-        "tensor_parallel.compression int6:outliers=on -> taco",
-        "tensor_parallel.layers all -> 0",
+        "--tp-compression int6:outliers=on -> taco",
+        "--tp-compression-layers all -> 0",
     ]
     assert changed_settings(now, now) == changed_settings({}, now) == []
 
@@ -219,6 +222,8 @@ def test_dimensions_without_ranks_are_said() -> None:
     assert "--skip-train sends no gradients" in resolve(evaluates).describe(evaluates)[-1]
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     flags = ("--tp-compression", "--pp-compression", "--cp-compression", "--dp-compression")
+    idle = parsed("--taco", tensor_model_parallel_size=1)
+    assert re.search("^--taco has no effect .* or drop --taco$", resolve(idle).describe(idle)[0])
     for flag, size in zip(flags, (*sizes, "data_parallel_size"), strict=True):
         for ranks in (1, 2):
             args = parsed(flag, "int8", **{size: ranks})
@@ -262,7 +267,14 @@ UNUSED = "given, but nothing uses it; add --taco"
         ("--tp-compression-layers 1", {}, "--tp-compression-layers given, .* --taco or --tp-compression$"),
         # "$CODEC" of a script that has not set CODEC
         *((f"--{one}-compression ''", {}, f"--{one}-compression.* is unknown") for one in DIMENSIONS),
-        ("--tp-compression int9", {}, "--tp-compression: codec 'int9' is unknown"),
+        (
+            "--tp-compression int9",
+            {},
+            "int9.*tah-quant, tensor-6bit, tensor-8bit, or MODULE",
+        ),
+        ("--ep-compression int9", {}, "int8, sdp4bit, taco, experts-8bit, or MODULE"),
+        ("--dp-compression powersgd", {}, "lossless, sdp4bit, taco, tagc, gradients-4bit, or MODULE"),
+        ("--compression-report ''", {}, "--compression-report  must be a folder; name one, or drop the flag"),
         ("--tp-compression tagc", {}, "--tp-compression tagc: tagc compresses gradients of weights only"),
         ("--taco --compression-error-bound 0", {}, "--compression-error-bound 0.0 must be a relative error"),
         ("--dp-compression int8 --compression-start-iteration 100", {}, "not before the last of 100"),

@@ -98,7 +98,7 @@ def test_what_the_log_says(spec: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compression": "powersgd"}, "DataParallelConfig.compression powersgd is unknown; choose one of id"),
+        ({"compression": "powersgd"}, "DataParallelConfig.compression: codec 'powersgd' is unknown; choose"),
         ({"compression": "examples.nothing:At"}, "DataParallelConfig.compression: .*examples.nothing:At"),
         ({"compression": "os:getcwd"}, "os:getcwd"),
         ({"compression": "int8:outer=tagc"}, "outer= tagc: tagc compresses gradients of weights only"),

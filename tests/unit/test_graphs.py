@@ -182,7 +182,7 @@ SHARDED = dict(data_parallel_size=2, use_distributed_optimizer=True)
         ([*TP, "--tp-compression-overlap", "halves"], FULL, None),
         (["--tp-compression-overlap", "halves"], {}, "halves calls the modules of two layers in turn"),
         (["--caat-net-sync-fraction", "0.5"], FULL, None),
-        (["--caat-net-sync-fraction", "0.5"], {}, "computes a layer's weight gradients"),
+        (["--caat-net-sync-fraction", "0.5"], {}, "computes weight gradients in"),
         ([*TP, START, "1"], FULL, None),
         ([*TP, START, "1"], {}, "-start-iteration 1 begins after the capture"),
         ([*TP, START, "2"], TE, None),

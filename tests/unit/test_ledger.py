@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
-from megatron.compression import Compression, CompressionConfig
+from megatron.compression import Compression, CompressionConfig, CompressionConfigError
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC, Ledger, bytes_sent
+from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 
@@ -77,6 +79,24 @@ def test_a_loop_of_ones_own_hears_of_small_messages_once() -> None:
     compression.step()
     [line] = lines
     assert "2.000 MB so far are in messages under min_mb = 8" in line
+
+
+def test_a_call_that_an_own_loop_leaves_out_is_named(monkeypatch) -> None:
+    """Before the model runs in a training: gradients would go uncompressed without a word."""
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 2)
+    settings = DataParallelConfig(compression="int8")
+    compression = Compression(CompressionConfig(data_parallel=settings, start_iteration=1))
+    with torch.no_grad():
+        compression.refuse_missing_calls()
+    with pytest.raises(CompressionConfigError, match=r"call compression.attach_wrapped\(chunks\) after"):
+        compression.refuse_missing_calls()
+    compression.attach_wrapped([])
+    compression.refuse_missing_calls()
+    compression.ledger.record_uncompressed("dp.gradient", "warmup", "all_reduce", 64, 2)
+    with pytest.raises(CompressionConfigError, match=r"call compression.step\(\) after each"):
+        compression.refuse_missing_calls()
+    compression.step()
+    compression.refuse_missing_calls()
 
 
 @pytest.mark.slow

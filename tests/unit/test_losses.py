@@ -29,6 +29,13 @@ class Trainings:
         return {"validation_loss": loss, "test_loss": loss, "bytes_per_iteration": {}}
 
 
+def test_an_unknown_codec_is_refused_before_a_run(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["losses.py", "--data-parallel", "2", "--codecs", "none", "int8 int9"])
+    monkeypatch.setattr("os._exit", print)
+    losses.parse_args()
+    assert "error: --dp-compression WEIGHTS: codec 'int9' is unknown" in capsys.readouterr().err
+
+
 def test_a_seed_is_planned_once() -> None:
     assert losses.plan(["none", "none"], [1, 2], 2) == [("none", 1), ("none", 2)]
 

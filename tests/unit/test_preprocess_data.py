@@ -134,7 +134,7 @@ def test_a_bad_line_is_named_and_leaves_no_dataset(tmp_path, capsys, line, messa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--input", "absent.jsonl"], "No such file or directory: 'absent.jsonl'"),
+        (["--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
         (["--input", "DIR/blank.jsonl"], "no text for DIR/out_text_document; see --json-keys"),
         (["--tokenizer-type", "SentencePieceTokenizer"], "SentencePieceTokenizer: the tokenizer cannot be"),
         (["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "DIR/blank.jsonl"], "cannot be built"),

@@ -151,5 +151,5 @@ def test_missing_files_and_other_tensors_are_named(tmp_path) -> None:
     with pytest.raises(InputError, match=weights.SINGLE):
         weights.read(chunk, model, tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE)
-    with pytest.raises(InputError, match="a llama model differ in their tensors: a, lm_head"):
+    with pytest.raises(InputError, match="a llama model differ in tensors: a, lm_head"):
         weights.read(chunk, model, tmp_path)

@@ -93,13 +93,14 @@ def test_a_second_run_does_nothing(tmp_path, words) -> None:
 
 
 def test_a_checkout_that_was_moved_is_installed_again(tmp_path) -> None:
-    """Its .venv knows it by its path."""
+    """Its .venv knows it by its path. This one has no pip, and no way to get one."""
     script = copy_of_the_script(tmp_path / "clone")
     venv = made(script, STAMP)
     interpreter(venv / "bin" / "python", (3, 12))
     (tmp_path / "clone").rename(tmp_path / "moved")
     done = run(tmp_path / "moved" / "scripts" / "setup.sh", PATH=os.environ["PATH"])
     assert done.returncode != 0 and "setup: installing" in done.stdout
+    assert done.stderr.startswith("error: .venv has no pip; remove it")
 
 
 def test_transformer_engine_needs_a_compiler(tmp_path) -> None:

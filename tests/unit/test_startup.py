@@ -198,13 +198,15 @@ class TestLayers:
 
     def test_evaluation(self) -> None:
         one = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, eval_interval=10)
+        one |= dict(log_interval=1)
         checks.check_evaluation(Namespace(**one, full_validation=True))
         with pytest.raises(InputError, match="--full-validation fails with tensor or pipeline parallelism"):
             checks.check_evaluation(
                 Namespace(**one | {"pipeline_model_parallel_size": 2}, full_validation=True)
             )
-        with pytest.raises(InputError, match="--eval-interval is missing"):
-            checks.check_evaluation(Namespace(**one | {"eval_interval": None}))
+        for name, value, said in (("eval", None, "is missing"), ("log", 0, "0 must be a number")):
+            with pytest.raises(InputError, match=f"--{name}-interval {said}"):
+                checks.check_evaluation(Namespace(**one | {f"{name}_interval": value}))
 
 
 class TestVersions:

@@ -30,8 +30,9 @@ from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import FLAGS, RECIPES, Recipe
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.policy import Rule
-from megatron.compression.errors import InputError, OneLineParser, first_line, require_extra
+from megatron.compression.errors import InputError, OneLineParser, require_extra
 from megatron.compression.flags import add_flags, resolve
+from megatron.compression.startup.checks import megatrons_own_check
 
 MOST_GPUS = 16384
 """Of the picture."""
@@ -273,7 +274,8 @@ def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
         with contextlib.redirect_stdout(io.StringIO()):
             validate_args(args, {})
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise InputError(f"Megatron refuses these flags on {gpus} GPUs: {first_line(error)}") from None
+        said = megatrons_own_check(error, args)
+        raise InputError(f"Megatron refuses these flags on {gpus} GPUs: {said}") from None
     args.padded_vocab_size = args.padded_vocab_size or args.vocab_size
     if not args.padded_vocab_size:
         raise InputError("--vocab-size is missing: the tokenizer is not read here, so give the number")
@@ -333,9 +335,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, default=8)
     link = f"one of {', '.join(SPEEDS)}, or GB/s that a GPU sends, with microseconds of latency after a colon"
     add("--intra", default="nvlink", metavar="LINK", help=f"inside a node: {link}")
-    add(
-        "--inter", default="50:10", metavar="LINK", help="between nodes: a GPU's share of its node's adapters"
-    )
+    add("--inter", default="50:10", metavar="LINK", help="between nodes: a GPU's share of the adapters")
     add("--gemm-tflops", type=float, default=720.0, help="of a layer's products on one GPU; 720: an H200")
     add("--loss-budget", type=float, default=BUDGET, help="percent of validation loss, as for auto")
     add("--plot", type=Path, metavar="FILE", help=f"draw the speed-up for up to {MOST_GPUS} GPUs")

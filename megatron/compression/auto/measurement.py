@@ -115,11 +115,7 @@ class Sender:
     """Makes what sends one message of a run; ``sharded``: with the distributed optimizer."""
 
     def __init__(
-        self,
-        transports: Transports,
-        topology: Callable[..., Topology],
-        sharded: bool,
-        device: torch.device,
+        self, transports: Transports, topology: Callable[..., Topology], sharded: bool, device: torch.device
     ) -> None:
         self._transports, self._topology = transports, topology
         self._sharded, self._device = sharded, device
@@ -365,16 +361,15 @@ class Measurement:
     ) -> tuple[dict[Recipe, dict[str, Rule]], str]:
         """The recipes to be timed, each with its rules; or why there are none."""
         messages = self._messages(dimension)
-        if not messages:
-            possible, reason = self._possible(dimension, math.inf)
-            return {}, "no layer sends any" if possible else reason
+        allowed, reason = self._possible(dimension, budget if messages else math.inf)
+        if not messages or not allowed:
+            return {}, "no layer sends any" if allowed else reason
         exposed = sum(message.exposed(self._times[message]) for message in messages)
         if exposed < LEAST_GAIN * whole:
             return {}, f"its messages lengthen an iteration by {100 * exposed / whole:.1f} % only"
-        allowed, reason = self._possible(dimension, budget)
-        if allowed and dimension not in ("pipeline_parallel", "data_parallel"):
+        if dimension not in ("pipeline_parallel", "data_parallel"):
             self.lines += self._sender.prepare(messages, any(not one.exact for one in allowed))
-        return allowed, "" if allowed else reason
+        return allowed, ""
 
     def _gains(
         self, possible: dict[str, dict[Recipe, dict[str, Rule]]], whole: float
@@ -433,9 +428,7 @@ def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, 
     found = replace(part, **settings)
     if dimension == "data_parallel":
         if getattr(args, "use_torch_fsdp2", False):
-            raise CompressionConfigError(
-                "--use-torch-fsdp2 is not timed; measure with --dp-compression and without"
-            )
+            raise CompressionConfigError("--use-torch-fsdp2 is not timed; time --dp-compression yourself")
         found = replace(found, weights=None).resolved(args)  # those of the recipe
     found.check(args)
     return found

@@ -162,9 +162,7 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
         traffic: str, operation: str, dtype: torch.dtype, overlap: float, values: int = values
     ) -> MessageKind:
         sent = (values,), dtype, count, overlap / count
-        last = (
-            min(count, bucket * count / parameters) if overlap else 0.0
-        )  # nothing is computed while it is sent
+        last = min(count, bucket * count / parameters) if overlap else 0.0  # nothing overlaps with it
         return MessageKind("data_parallel", traffic, operation, *sent, last)
 
     overlap = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
@@ -212,9 +210,7 @@ def _expert_layers(args: Namespace) -> int:
     return -(-sum(map(bool, pattern)) // args.pipeline_model_parallel_size)
 
 
-def _expert_parallel(
-    args: Namespace, micro: float, gemm_rate: float, micro_batch: float
-) -> list[MessageKind]:
+def _expert_parallel(args: Namespace, micro: float, rate: float, micro_batch: float) -> list[MessageKind]:
     """Four legs a layer: tokens to their experts and back, and their gradients, spread evenly where none are
     dropped; probabilities and counts are left out. They overlap with another micro-batch's layers
     (``--overlap-moe-expert-parallel-comm``), with shared experts in the dispatcher, or with
@@ -263,7 +259,7 @@ def _expert_parallel(
             alone = 2 * layers  # of the first micro-batch's forward pass, of the last one's backward pass
         elif args.moe_shared_expert_overlap:
             products = 2 * tokens * channels * args.moe_shared_expert_intermediate_size
-            overlap = products * (3 if args.swiglu else 2) / gemm_rate
+            overlap = products * (3 if args.swiglu else 2) / rate
             overlaps = overlap / 2, overlap
         found = [
             MessageKind(

@@ -79,9 +79,7 @@ class CaatNetConfig:
                 "raise it or drop the flag"
             )
         refuse_flags(args, _REFUSED, "drop it or --caat-net-sync-fraction")
-        refuse_by_layer(
-            args, fraction, "computes a layer's weight gradients in the backward of the one before it"
-        )
+        refuse_by_layer(args, fraction, "computes weight gradients in the backward of the layer before")
         groups = getattr(args, "num_query_groups", None)
         if getattr(args, "group_query_attention", False) and groups < args.tensor_model_parallel_size:
             raise CompressionConfigError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from megatron.compression.codecs.recipes import FLAGS, NAMED
 from megatron.compression.codecs.registry import CODECS, GRADIENT_COMPRESSORS
 from megatron.compression.errors import CompressionConfigError
 
@@ -201,19 +202,43 @@ class TwoHops(Codec):
         return self.first.decode(payloads, shape, dtype)
 
 
+def offered(flag: str) -> list[str]:
+    """Names that a flag takes where settings do not decide: codecs, its recipes and gradient compressors."""
+    rows, flat = flag.startswith("--ep-"), flag.startswith(("--dp-", "--ep-"))
+    every = {name: CODECS.parse(name) for name in CODECS.names()}
+    names = [n for n, one in every.items() if not ((rows and one.lossless) or (flat and one.sees_shape))]
+    names += GRADIENT_COMPRESSORS.names() if flag == "--dp-compression" else []
+    return names + [name for name, (dimension, _) in NAMED.items() if FLAGS[dimension] == flag]
+
+
+def check_payloads(codecs: Iterable[object]) -> None:
+    """Raises: CompressionConfigError: of a run's codecs and gradient compressors one of somebody else's
+    encodes other bytes than it says."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for codec in {hop for one in codecs for hop in getattr(getattr(one, "codec", one), "hops", ())}:
+        if type(codec).__module__.startswith("megatron.compression."):
+            continue
+        x = torch.zeros((2, 16, 256) if codec.sees_shape else (2, 1000), device=device)
+        given, said = codec.encode(x).shape[-1], codec.message_bytes(x.shape[1:], x.dtype)
+        if given != said:
+            wrong = f"encode gives {given} bytes for {x[0].numel()} values, payload_bytes says {said}"
+            raise CompressionConfigError(f"{codec.name}: {wrong}; make both the same")
+
+
 @functools.cache
-def parse_codec(text: str) -> Codec:
+def parse_codec(text: str, flag: str = "") -> Codec:
     """The codec that a spec names; ``FIRST/SECOND`` for one each in the two exchanges of a collective.
+    ``flag``: which takes the spec, for errors.
 
     Raises: CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
     """
     if "/" in text:
         first, _, second = text.partition("/")
-        return TwoHops(parse_codec(first), parse_codec(second))
+        return TwoHops(parse_codec(first, flag), parse_codec(second, flag))
     name = text.partition(":")[0]
     if CODECS.entry(name) is None and GRADIENT_COMPRESSORS.entry(name) is not None:
         raise CompressionConfigError(f"{name} compresses gradients only; give it to --dp-compression")
-    codec = CODECS.parse(text)
+    codec = CODECS.parse(text, functools.partial(offered, flag))
     if not isinstance(codec, Codec):
         raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
     return codec

@@ -25,7 +25,6 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.codecs.recipes import NAMED
 from megatron.compression.errors import CompressionConfigError
 
 _ON = {"on": True, "true": True, "off": False, "false": False}
@@ -67,18 +66,19 @@ class Registry:
         self._load()
         return self._entries.get(name)
 
-    def parse(self, text: str) -> Any:
-        """The instance that a spec describes."""
+    def parse(self, text: str, offered: Callable[[], list[str]] | None = None) -> Any:
+        """The instance that a spec describes; ``offered``: the names that may be given, for errors."""
         name, _, settings = text.partition(":")
         found = self.entry(name)
         if found is None and settings and "=" not in settings.partition(":")[0]:
             name, settings = text.rsplit(":", 1) if text.count(":") > 1 else (text, "")
             found = self._import(text, name), {}
         if found is None:
-            near = difflib.get_close_matches(name, [*self.names(), *NAMED], n=1)
+            known = (offered or self.names)()
+            near = difflib.get_close_matches(name, known, n=1)
             raise CompressionConfigError(
-                f"{self.what} {name!r} is unknown; choose one of {', '.join(self.names())}, a recipe "
-                f"({', '.join(NAMED)}), or MODULE:CLASS" + (f"; did you mean {near[0]}?" if near else "")
+                f"{self.what} {name!r} is unknown; choose one of {', '.join(known)}, or MODULE:CLASS"
+                + (f"; did you mean {near[0]}?" if near else "")
             )
         cls, fixed = found
         if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
@@ -176,10 +176,7 @@ def field_docs(cls: type) -> dict[str, str]:
         assert isinstance(definition, ast.ClassDef)
         for field, text in itertools.pairwise(definition.body):
             match field, text:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(doc))),
-                ):
+                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc)))):
                     docs[name] = " ".join(doc.split())
     return docs
 

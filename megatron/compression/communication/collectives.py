@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.compression.codecs import Codec
@@ -40,7 +41,7 @@ _known: dict[tuple[int, torch.Size, int], _Pieces] = {}
 _MOST = 4096
 
 
-def _pieces(x: torch.Tensor, codec: Codec, ranks: int) -> _Pieces:
+def _pieces(x: Tensor, codec: Codec, ranks: int) -> _Pieces:
     # By the codec's identity: to hash a dataclass takes as long as the rest. What is kept holds it.
     key = id(codec), x.shape, ranks
     found = _known.get(key)
@@ -59,26 +60,24 @@ def _pieces(x: torch.Tensor, codec: Codec, ranks: int) -> _Pieces:
     return found
 
 
-def _padded(x: torch.Tensor, pieces: _Pieces) -> torch.Tensor:
+def _padded(x: Tensor, pieces: _Pieces) -> Tensor:
     if len(pieces.rows) > 2:
         return torch.cat([x, x.new_zeros(pieces.missing, *x.shape[1:])])
     return F.pad(x.reshape(-1), (0, pieces.missing))
 
 
-def cut(x: torch.Tensor, ranks: int, codec: Codec) -> torch.Tensor:
+def cut(x: Tensor, ranks: int, codec: Codec) -> Tensor:
     """``[ranks, *shape]`` of ``x``'s values in their order, as an all-reduce encodes them."""
     pieces = _pieces(x, codec, ranks)
     return (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
 
 
-def joined(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def joined(rows: Tensor, shape: torch.Size) -> Tensor:
     """The tensor of ``shape`` that ``cut`` made ``rows`` of; a view of them."""
     return rows.reshape(-1)[: shape.numel()].view(shape)
 
 
-def all_reduce(
-    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
-) -> Work:
+def all_reduce(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None) -> Work:
     """Start to sum ``x`` (any strides; bf16, fp16, fp32) over the ranks, in two exchanges: encode one piece a
     destination (the codec's first hop), all-to-all, decode + sum + encode the own piece (its second),
     all-gather, decode. Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each
@@ -108,7 +107,7 @@ def all_reduce(
             last, own = second, first.decode_sum_encode(received.unsqueeze(1), shape, second)
         gathered, pending = transport.all_gather(own)
 
-        def decode() -> torch.Tensor:
+        def decode() -> Tensor:
             if not pieces.missing:
                 if out is None:
                     return last.decode(gathered, shape, dtype).reshape(x.shape)
@@ -122,7 +121,7 @@ def all_reduce(
 
 
 def sum_of_two(
-    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None, scale: float = 1.0
+    x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None, scale: float = 1.0
 ) -> Work:
     """``all_reduce`` between two ranks in one exchange; ``wait`` gives ``scale`` times the sum, in a
     contiguous ``out`` if given, which may be ``x``."""
@@ -135,9 +134,7 @@ def sum_of_two(
     return Work(pending, lambda: codec.decode_sum(both.unsqueeze(1), shape, dtype, scale, into)[0])
 
 
-def reduce_scatter(
-    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
-) -> Work:
+def reduce_scatter(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None) -> Work:
     """Start to sum ``x [W * n, ...]`` over the ranks and keep this rank's slice; the first hop encodes.
     ``wait`` gives ``[n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
     ranks = transport.world_size
@@ -156,16 +153,14 @@ def reduce_scatter(
     codec, payloads = encode(codec, x.reshape(ranks, *shape), transport)
     received, pending = transport.all_to_all(payloads)
 
-    def decode() -> torch.Tensor:
+    def decode() -> Tensor:
         into = None if out is None else out[None]
         return codec.decode_sum(received.unsqueeze(1), shape, dtype, out=into)[0]
 
     return Work(pending, decode)
 
 
-def all_gather(
-    x: torch.Tensor, codec: Codec, transport: TorchTransport, out: torch.Tensor | None = None
-) -> Work:
+def all_gather(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None) -> Work:
     """Start to concatenate every rank's ``x [n, ...]``; the second hop encodes. ``wait`` gives
     ``[W * n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
     if transport.world_size == 1 or x.numel() == 0:
@@ -176,12 +171,12 @@ def all_gather(
 
 
 def all_gather_encoded(
-    payload: torch.Tensor,
+    payload: Tensor,
     shape: torch.Size,
     dtype: torch.dtype,
     codec: Codec,
     transport: TorchTransport,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Work:
     """Start to all-gather a tensor of ``shape`` and ``dtype`` that ``codec`` has encoded as uint8
     ``[1, bytes]``, into a contiguous ``out [W * n, ...]`` if given."""
@@ -189,16 +184,14 @@ def all_gather_encoded(
         return transport.fused_all_gather(payload, shape, dtype, codec, out)
     gathered, pending = transport.all_gather(payload)
 
-    def decode() -> torch.Tensor:
+    def decode() -> Tensor:
         into = None if out is None else out.view(-1, *shape)
         return codec.decode_into(gathered, shape, dtype, into).flatten(0, 1)
 
     return Work(pending, decode)
 
 
-def uncompressed_all_reduce(
-    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
-) -> Work:
+def uncompressed_all_reduce(x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Work:
     """Start to sum ``x`` over the group in its own dtype, into ``out`` if given, which may be ``x``."""
     total = x.clone(memory_format=torch.contiguous_format) if out is None else out
     if out is not None and out is not x:
@@ -206,25 +199,21 @@ def uncompressed_all_reduce(
     return Work(dist.all_reduce(total, group=group, async_op=True), lambda: total)
 
 
-def uncompressed_reduce_scatter(
-    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
-) -> Work:
+def uncompressed_reduce_scatter(x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Work:
     """Start to sum ``[W * n, ...]`` over the group in its own dtype and keep this rank's ``[n, ...]``."""
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
     work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
     return Work(work, lambda: shard)
 
 
-def uncompressed_all_gather(
-    x: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None
-) -> Work:
+def uncompressed_all_gather(x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Work:
     """Start to gather ``[n, ...]`` of every rank into ``[W * n, ...]``, in ``out`` if given."""
     full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:])) if out is None else out
     work = dist.all_gather_into_tensor(full, x.contiguous(), group=group, async_op=True)
     return Work(work, lambda: full)
 
 
-def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
+def fp32_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Work:
     """Start to sum ``x`` (contiguous; left as it is) over the group in fp32, at the traffic of an all-reduce
     in its own dtype: an owner adds up a piece in fp32 and rounds the sum once, which is gathered."""
     ranks = group.size()
@@ -242,7 +231,7 @@ def fp32_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> Work:
     return Work(work, sum_own_piece, exchanges=2)
 
 
-def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
+def sum_in_order(rows: Tensor) -> Tensor:
     """The fp32 sum of ``[W, n]`` over its rows, one after the other. (``torch.sum`` adds in an order that
     depends on the device, the shape and the number of rows.)"""
     total = rows[0].float() if rows.dtype != torch.float32 else rows[0].clone()
@@ -251,18 +240,14 @@ def sum_in_order(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def all_to_all_rows(
-    x: torch.Tensor, codec: Codec | None, transport: TorchTransport, to: Rows, came: Rows
-) -> Work:
+def all_to_all_rows(x: Tensor, codec: Codec | None, transport: TorchTransport, to: Rows, came: Rows) -> Work:
     """Start to send ``x [n, values]``, the first ``to[0]`` rows to rank 0 and so on; uncompressed without a
     codec. ``wait`` gives ``[sum(came), values]`` of ``x``'s dtype, in the order of the senders."""
     received, pending = transport.all_to_all(encode_rows(x, codec), to, came)
     return Work(pending, lambda: decode_rows(received, x, codec, x.dtype))
 
 
-def all_gather_rows(
-    x: torch.Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]
-) -> Work:
+def all_gather_rows(x: Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]) -> Work:
     """Start to gather ``[sizes[r], values]`` of every rank r; ``wait`` gives ``[sum(sizes), values]``."""
     ranks = transport.world_size
     # An all-gather of unequal parts is one broadcast a rank on NCCL, and refused by gloo.
@@ -272,21 +257,21 @@ def all_gather_rows(
 
 
 def reduce_scatter_rows(
-    x: torch.Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]
+    x: Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]
 ) -> Work:
     """Start to sum ``[sum(sizes), values]`` over the ranks, in fp32 in their order, rounded once; ``wait``
     gives this rank's ``sizes[rank]`` rows."""
     ranks, own = transport.world_size, sizes[transport.group.rank()]
     received, pending = transport.all_to_all(encode_rows(x, codec), sizes, [own] * ranks)
 
-    def finish() -> torch.Tensor:
+    def finish() -> Tensor:
         addends = decode_rows(received, x, codec, torch.float32)
         return sum_in_order(addends.view(ranks, own, *x.shape[1:])).to(x.dtype)
 
     return Work(pending, finish)
 
 
-def encode_rows(x: torch.Tensor, codec: Codec | None) -> torch.Tensor:
+def encode_rows(x: Tensor, codec: Codec | None) -> Tensor:
     """uint8 ``[n, bytes]`` of ``x [n, values]``, which may have no rows; ``x`` itself without a codec."""
     if codec is None:
         return x.reshape(len(x), x.shape[1:].numel())
@@ -295,9 +280,7 @@ def encode_rows(x: torch.Tensor, codec: Codec | None) -> torch.Tensor:
     return codec.encode(x)
 
 
-def decode_rows(
-    payloads: torch.Tensor, like: torch.Tensor, codec: Codec | None, dtype: torch.dtype
-) -> torch.Tensor:
+def decode_rows(payloads: Tensor, like: Tensor, codec: Codec | None, dtype: torch.dtype) -> Tensor:
     """``[n, values]`` of uint8 ``[n, bytes]``, which may have no rows; values a row as ``like`` has."""
     shape = like.shape[1:]
     if codec is None:
@@ -328,14 +311,14 @@ class WithBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        x: torch.Tensor,
-        there: Callable[[torch.Tensor], torch.Tensor],
-        back: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+        x: Tensor,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.back = back
         return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
+    def backward(ctx, grad_output: Tensor):
         return ctx.back(grad_output), None, None

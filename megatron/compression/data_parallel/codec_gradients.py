@@ -6,10 +6,12 @@ With one node, or one rank a node, there is one exchange. Sums that all ranks ke
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, parse_codec
+from megatron.compression.codecs.base import offered
 from megatron.compression.communication.collectives import sum_of_two
 from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.topology import INTER, INTRA
@@ -41,32 +43,25 @@ class CodecGradients(GradientCompressor):
         return CodecGradientSync(bucket, self.codec)
 
     def describe(self) -> str:
-        first, second = self.codec.hops
-        if first == second:
+        near, far = self.codec.hops
+        if near == far:
             return f"gradients {self.name}"
-        bits = (
-            f"{first.bits_per_value():.3g} bits a value inside a node, {second.bits_per_value():.3g} between"
-        )
+        bits = f"{near.bits_per_value():.3g} bits a value inside a node, {far.bits_per_value():.3g} between"
         return f"gradients {self.name}, {bits} nodes"
 
 
 def parse_gradient_compressor(text: str) -> GradientCompressor:
     """What a spec of ``--dp-compression`` names: a gradient compressor or a codec."""
-    name = text.partition(":")[0]
-    if GRADIENT_COMPRESSORS.entry(name) is None:
-        if "/" in text or CODECS.entry(name) is not None:
-            return CodecGradients(parse_codec(text))
-        if ":" not in text:
-            known = ", ".join(sorted({*GRADIENT_COMPRESSORS.names(), *CODECS.names()}))
-            raise CompressionConfigError(
-                f"--dp-compression {text} is unknown; choose one of {known}, or MODULE:CLASS"
-            )
-    made = GRADIENT_COMPRESSORS.parse(text)
+    flag = "--dp-compression"
+    if "/" in text:
+        return CodecGradients(parse_codec(text, flag))
+    registry = CODECS if GRADIENT_COMPRESSORS.entry(text.partition(":")[0]) is None else GRADIENT_COMPRESSORS
+    made = registry.parse(text, partial(offered, flag))
     if isinstance(made, Codec):
         return CodecGradients(made)
     if not isinstance(made, GradientCompressor):
         raise CompressionConfigError(
-            f"--dp-compression {text}: {type(made).__qualname__} is neither a GradientCompressor nor a Codec"
+            f"{flag} {text}: {type(made).__qualname__} is neither a GradientCompressor nor a Codec"
         )
     return made
 
@@ -135,11 +130,9 @@ class CodecGradientSync(GradientSync):
 
         return Work(pending, between_nodes, exchanges)
 
-    def _finish_piece(
-        self, codec: Codec, payloads: torch.Tensor, begin: int, end: int
-    ) -> torch.Tensor | Work:
+    def _finish_piece(self, codec: Codec, wires: torch.Tensor, begin: int, end: int) -> torch.Tensor | Work:
         """Sum this rank's part of a piece from all senders' uint8 [S, bytes]; gather it where needed."""
-        bucket, senders = self.bucket, payloads[:, None]
+        bucket, senders = self.bucket, wires[:, None]
         shape, dtype = (end - begin,), bucket.gradients.dtype
         if bucket.sharded:
             own = bucket.shard[None, begin:end]

@@ -37,9 +37,7 @@ class DataParallelConfig(DimensionConfig):
     """Compression of the gradients and weights that data parallelism sends."""
 
     flag: ClassVar[str] = "--dp-compression"
-    idle: ClassVar[str] = (
-        "--dp-compression has no effect here: there is one data-parallel rank, and so nothing to send"
-    )
+    idle: ClassVar[str] = "--dp-compression has no effect here: with one data-parallel rank nothing is sent"
 
     compression: str = "none"
     """Codec of the gradients, a gradient compressor such as tagc, or the recipe gradients-4bit; none =
@@ -58,9 +56,7 @@ class DataParallelConfig(DimensionConfig):
 
     def validate(self) -> None:
         if self.node_size is not None and self.node_size < 1:
-            raise CompressionConfigError(
-                f"DataParallelConfig.node_size {self.node_size} must be a number >= 1"
-            )
+            raise CompressionConfigError(f"DataParallelConfig.node_size {self.node_size} must be at least 1")
         for flag, codec in (
             (self.flag, getattr(self.compressor, "codec", None)),
             (f"{self.flag} outer=", self.outer_codec),

@@ -224,9 +224,7 @@ class Gradients(Dimension):
             return
         for chunk in chunks:
             if not isinstance(chunk, DistributedDataParallel):
-                raise TypeError(
-                    f"--dp-compression needs Megatron's DistributedDataParallel, not {type(chunk)}"
-                )
+                raise TypeError(f"--dp-compression needs Megatron's DDP, not {type(chunk)}")
             check_memory(self.compressor, chunk.config)
             self.topology(chunk.intra_dp_cp_group)  # all ranks, also those without a bucket
             if chunk.config.num_moe_experts is not None:
@@ -315,10 +313,8 @@ class Gradients(Dimension):
                 parts = replicated_parts(values, spans, cut, first, gradients=True)
                 group.gradient_replicas.append(parts)
         # fp32 parameters have no separate master, so there is no difference to send.
-        masters = sharded and all(
-            b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
-        )
-        if masters and ranks.size() > 1 and self.policy.rule("dp.weight").codec is not None:
+        mixed = sharded and all(b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets)
+        if mixed and ranks.size() > 1 and self.policy.rule("dp.weight").codec is not None:
             nbytes = sum(bucket.param_data.nbytes for bucket in group.buckets)
             for bucket in group.buckets:
                 weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger, nbytes)

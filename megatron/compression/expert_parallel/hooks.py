@@ -47,10 +47,8 @@ class ExpertParallel(Dimension):
                 if not isinstance(module, MoELayer):
                     continue
                 dispatcher: MoETokenDispatcher = module.token_dispatcher
-                if (
-                    _compressed_class(type(dispatcher)) is None
-                    and dispatcher.ep_size * dispatcher.tp_size > 1
-                ):
+                several = dispatcher.ep_size * dispatcher.tp_size > 1
+                if several and _compressed_class(type(dispatcher)) is None:
                     return (
                         f"{path}: {type(dispatcher).__name__} sends in a way of its own; use "
                         "--moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
@@ -87,9 +85,8 @@ class ExpertParallel(Dimension):
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
             sites[dispatcher.tp_group] = TokenSite(name, dispatcher.tp_group, self.run, layer, "tp")
             sites[dispatcher.ep_group] = TokenSite(name, dispatcher.ep_group, self.run, layer)
-            if (
-                dispatcher.shared_experts is not None
-            ):  # they run together with the dispatcher, which sends for them
+            # Shared experts that run together with the dispatcher, which sends for them.
+            if dispatcher.shared_experts is not None:
                 group = dispatcher.shared_experts.tp_group
                 sites[group] = TokenSite(f"{name}.shared_experts", group, self.run, layer, "tp")
         return {group: site for group, site in sites.items() if group.size() > 1}

@@ -197,9 +197,7 @@ def model_from_config(config: dict[str, Any]) -> DenseModel:
     """
     family = config.get("model_type")
     if family not in ("qwen2", "qwen3", "llama"):
-        raise InputError(
-            f"config.json: model_type {family!r} is not covered; it may be qwen2, qwen3 or llama"
-        )
+        raise InputError(f"config.json: model_type {family!r} is not covered; use qwen2, qwen3 or llama")
     for key, wanted in _FIXED.items():
         if config.get(key, wanted) != wanted:
             raise InputError(f"config.json: {key} = {config[key]!r} is not covered, only {wanted!r}")

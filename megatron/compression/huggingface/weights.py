@@ -98,9 +98,7 @@ def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
     if model.tied:
         held.pop("lm_head.weight", None)
     if other := sorted(wanted.symmetric_difference(held)):
-        raise InputError(
-            f"{folder} and a {model.family} model differ in their tensors: {', '.join(other[:5])}"
-        )
+        raise InputError(f"{folder} and a {model.family} model differ in tensors: {', '.join(other[:5])}")
     for name, parameter in chunk.named_parameters():
         rows = parameter[: model.vocabulary] if "layers" not in name else parameter
         parameter.data.zero_()

@@ -184,11 +184,9 @@ def after_schedules(after: Callable[[], None]) -> None:
     """
     from megatron.core.pipeline_parallel import schedules
 
-    def run(result: Any, given: dict) -> None:
-        after()
-
     for name in ("without_interleaving", "with_interleaving"):
-        follow(schedules, f"forward_backward_pipelining_{name}", ("forward_step_func", "forward_only"), run)
+        schedule, parameters = f"forward_backward_pipelining_{name}", ("forward_step_func", "forward_only")
+        follow(schedules, schedule, parameters, lambda result, given: after())
 
 
 def through_pipeline_exchange(exchange: Callable) -> None:

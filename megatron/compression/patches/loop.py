@@ -220,10 +220,7 @@ def on_training_end(after: Callable[[], None]) -> None:
     """
     from megatron.training import one_logger_utils
 
-    def run(result: Any, given: dict) -> None:
-        after()
-
-    follow(one_logger_utils, "finish", (), run)
+    follow(one_logger_utils, "finish", (), lambda result, given: after())
 
 
 def on_checkpoint_args(after: Callable[[Any], None]) -> None:
@@ -234,10 +231,8 @@ def on_checkpoint_args(after: Callable[[Any], None]) -> None:
     """
     from megatron.training import checkpointing
 
-    def run(result: Any, given: dict) -> None:
-        after(given["checkpoint_args"])
-
-    follow(checkpointing, "check_checkpoint_args", ("checkpoint_args",), run)
+    name = "checkpoint_args"
+    follow(checkpointing, f"check_{name}", (name,), lambda result, given: after(given[name]))
 
 
 def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
@@ -263,7 +258,4 @@ def on_checkpoint_read(after: Callable[[dict | None], None]) -> None:
     """
     from megatron.training import checkpointing
 
-    def run(result: tuple, given: dict) -> None:
-        after(result[0])
-
-    follow(checkpointing, "_load_base_checkpoint", ("rank0",), run)
+    follow(checkpointing, "_load_base_checkpoint", ("rank0",), lambda result, given: after(result[0]))

@@ -120,9 +120,7 @@ class PipelineExchange:
             for name, shape, due in zip(RECEIVED, shapes, (recv_prev, recv_next), strict=True):
                 if due:
                     arrivals[name] = self._arrival(communicator.config.pipeline_dtype, TRAFFIC[name], shape)
-            payloads = {
-                name: self._payload(communicator, TRAFFIC[name], one) for name, one in tensors.items()
-            }
+            payloads = {name: self._payload(communicator, TRAFFIC[name], x) for name, x in tensors.items()}
             encoded = {name for name, payload in payloads.items() if payload is not tensors[name]}
             works = self._start(communicator, payloads, encoded, arrivals)
             if wait_on_reqs:

@@ -138,9 +138,8 @@ def compare(baseline: dict, run: dict) -> list[tuple[str, str, str, str]]:
         losses = [{row["iteration"]: loss_of(row) for row in rows if loss_of(row)} for rows in histories]
         if both := losses[0].keys() & losses[1].keys():
             last = max(both)
-            rows.append(
-                (f"{name} loss, iteration {last}", (losses[0][last], losses[1][last]), ".4f", _percent)
-            )
+            pair = losses[0][last], losses[1][last]
+            rows.append((f"{name} loss, iteration {last}", pair, ".4f", _percent))
     for key, text in MEMORY.items():
         peaks = [_mb(summary["peak_memory_bytes"].get(key)) for summary in (old, new)]
         rows.append((f"{text} (MB)", peaks, ",.0f", _percent))

@@ -124,9 +124,11 @@ def check_local_layers(args: Namespace) -> None:
 
 
 def check_evaluation(args: Namespace) -> None:
-    """Raises: InputError: what makes Megatron's evaluation divide by nothing, or end in a trace."""
+    """Raises: InputError: what makes Megatron's loop divide by nothing, or end in a trace."""
     if not getattr(args, "eval_interval", None):
         raise InputError("--eval-interval is missing: give the iterations between evaluations, such as 1000")
+    if args.log_interval < 1:
+        raise InputError(f"--log-interval {args.log_interval} must be a number of iterations >= 1")
     several = max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1
     if getattr(args, "full_validation", False) and several:
         raise InputError(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.compression.communication.collectives import sum_in_order
 from megatron.compression.communication.topology import INTER, INTRA
@@ -23,19 +24,17 @@ from taco_kernels.common import ALIGNMENT
 
 
 class TagcGradientSync(GradientSync):
-    """A ``GradientSync`` by sparsification; ``make_part`` makes the ``Part`` of (owners, numel, device,
+    """A ``GradientSync`` by sparsification; ``make`` makes the ``Part`` of (owners, numel, device,
     topology)."""
 
-    def __init__(
-        self, bucket: GradientBucket, layers: frozenset[str], make_part: Callable[..., Part]
-    ) -> None:
+    def __init__(self, bucket: GradientBucket, layers: frozenset[str], make: Callable[..., Part]) -> None:
         self.bucket = bucket
         self.shares: list[Share] = shares_of(bucket, layers)
         sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
         self.parts: list[Part] = []
         for size in sizes:
             owners = [owner for owner, share in enumerate(self.shares) if share.compressed_numel == size]
-            self.parts.append(make_part(owners, size, bucket.gradients.device, bucket.topology))
+            self.parts.append(make(owners, size, bucket.gradients.device, bucket.topology))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
 
     def start(self) -> Work:
@@ -59,7 +58,7 @@ class TagcGradientSync(GradientSync):
         if work is None and exact is None:
             return self._send(metadata)  # nothing to wait for before the payloads
 
-        def send() -> Work | torch.Tensor:
+        def send() -> Work | Tensor:
             if exact is not None:
                 exact_work.wait()
                 scattered(exact, flat, self.shares[0].exact, bucket.scale)
@@ -67,7 +66,7 @@ class TagcGradientSync(GradientSync):
 
         return Work(work, send)
 
-    def _send(self, metadata: list[torch.Tensor | None]) -> Work:
+    def _send(self, metadata: list[Tensor | None]) -> Work:
         bucket, flat = self.bucket, self.bucket.gradients
         wires = [part.encode(own) for part, own in zip(self.parts, metadata, strict=True)]
         wire_of = {
@@ -88,7 +87,7 @@ class TagcGradientSync(GradientSync):
         own = exact_bytes[topology.rank]
         return Work(work, lambda: self._finish(received, own, flat.dtype, 1))
 
-    def _inside_node(self, payloads: list[torch.Tensor], exact_bytes: list[int]) -> Work:
+    def _inside_node(self, payloads: list[Tensor], exact_bytes: list[int]) -> Work:
         """Give each rank of the node what goes to the ranks with its index, to add it up first: a sum is less
         between nodes than all that is in it."""
         bucket, topology = self.bucket, self.bucket.topology
@@ -121,7 +120,7 @@ class TagcGradientSync(GradientSync):
 
         return Work(work, between_nodes)
 
-    def _finish(self, received: torch.Tensor, exact_bytes: int, dtype: torch.dtype, of: int):
+    def _finish(self, received: Tensor, exact_bytes: int, dtype: torch.dtype, of: int):
         """Add up the own share, uint8 ``[S, bytes]``: sums over ``of`` ranks, exact values of ``dtype``."""
         if not self.bucket.sharded:
             return self._gather_sums(received, of)
@@ -134,7 +133,7 @@ class TagcGradientSync(GradientSync):
             self._write(self.part_of[rank].decode(received[:, exact_bytes:], rank, of), rank)
         return bucket.shard
 
-    def _gather_sums(self, received: torch.Tensor, of: int) -> Work:
+    def _gather_sums(self, received: Tensor, of: int) -> Work:
         """Add up the own share's sketches and gather every owner's sum."""
         topology = self.bucket.topology
         rank = topology.rank
@@ -144,7 +143,7 @@ class TagcGradientSync(GradientSync):
             own[0, : part.sum_bytes] = part.add_up(received, rank, of, topology.world_size)
         sums, work = self.bucket.transport().all_gather(own)
 
-        def spread() -> torch.Tensor:
+        def spread() -> Tensor:
             for owner, part in self.part_of.items():
                 wire = sums[owner : owner + 1, : part.sum_bytes]
                 self._write(part.decode(wire, owner, topology.world_size), owner)
@@ -152,21 +151,21 @@ class TagcGradientSync(GradientSync):
 
         return Work(work, spread)
 
-    def _write(self, values: torch.Tensor, owner: int) -> None:
+    def _write(self, values: Tensor, owner: int) -> None:
         """Write an owner's share of the sum."""
         scattered(values, self.bucket.gradients, self.shares[owner].compressed, self.bucket.scale)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         return {f"memory{number}": part.memory for number, part in enumerate(self.parts)}
 
-    def load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state(self, state: dict[str, Tensor]) -> None:
         for number, part in enumerate(self.parts):
             part.memory.copy_(state[f"memory{number}"])
 
 
 def start_to_owners(
-    payloads: list[torch.Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
-) -> tuple[torch.Tensor, Work | dist.Work]:
+    payloads: list[Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
+) -> tuple[Tensor, Work | dist.Work]:
     """Start sending every rank of a group its payload, counted: what is compressed, and what is not.
 
     Args:
@@ -189,9 +188,7 @@ def start_to_owners(
     return received.view(transport.world_size, payloads[rank].numel()), work
 
 
-def joined_payload(
-    exact: torch.Tensor | None, wire: torch.Tensor | None, like: torch.Tensor
-) -> tuple[torch.Tensor, int]:
+def joined_payload(exact: Tensor | None, wire: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
     """uint8: exact values, zeros up to a multiple of ALIGNMENT, a wire; and the bytes before the wire."""
     pieces, size = [], 0
     if exact is not None:
@@ -203,17 +200,17 @@ def joined_payload(
     return (torch.cat(pieces) if pieces else like.new_empty(0, dtype=torch.uint8)), size
 
 
-def exact_sum(rows: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def exact_sum(rows: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """fp32 ``[numel]``: the values at the front of each sender's bytes, added in the order of the senders."""
     return sum_in_order(rows[:, : numel * dtype.itemsize].contiguous().view(dtype))
 
 
-def gathered(flat: torch.Tensor, segments: tuple[Segment, ...]) -> torch.Tensor:
+def gathered(flat: Tensor, segments: tuple[Segment, ...]) -> Tensor:
     """The segments of ``flat`` end to end."""
     return torch.cat([flat[begin:end] for begin, end in segments])
 
 
-def rows_of(flat: torch.Tensor, segments: list[tuple[Segment, ...]]) -> torch.Tensor:
+def rows_of(flat: Tensor, segments: list[tuple[Segment, ...]]) -> Tensor:
     """``[rows, n]``: each row's segments end to end; a view if they lie side by side in ``flat``."""
     first, size = segments[0][0][0], numel_of(segments[0])
     if all(row == ((first + i * size, first + (i + 1) * size),) for i, row in enumerate(segments)):
@@ -221,9 +218,7 @@ def rows_of(flat: torch.Tensor, segments: list[tuple[Segment, ...]]) -> torch.Te
     return torch.stack([gathered(flat, row) for row in segments])
 
 
-def scattered(
-    values: torch.Tensor, flat: torch.Tensor, segments: tuple[Segment, ...], scale: float = 1.0
-) -> None:
+def scattered(values: Tensor, flat: Tensor, segments: tuple[Segment, ...], scale: float = 1.0) -> None:
     """Write ``values`` times ``scale`` into the segments of ``flat``."""
     position = 0
     for begin, end in segments:

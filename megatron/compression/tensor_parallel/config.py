@@ -68,7 +68,7 @@ class TensorParallelConfig(DimensionConfig):
     flag: ClassVar[str] = "--tp-compression"
     idle: ClassVar[str] = (
         "--tp-compression has no effect here: --tensor-model-parallel-size is 1, so there is no "
-        "tensor-parallel traffic to compress"
+        "tensor-parallel traffic to compress; give 2 or more, or drop --tp-compression"
     )
 
     compression: str = "none"
@@ -117,7 +117,8 @@ class TensorParallelConfig(DimensionConfig):
         if args.tensor_model_parallel_size > 1 and getattr(args, "distribute_saved_activations", False):
             lines = [f"--distribute-saved-activations {_GATHERS} are not counted"]
         if not self.halves:
-            return lines + super().lines(args)
+            typed = self.flag if getattr(args, "taco", None) is None else "--taco"
+            return lines + [line.replace(self.flag, typed) for line in super().lines(args)]
         if self.ranks(args) > 1:
             return [*lines, self.describe()]
         return [f"{HALVES} has no effect here: --tensor-model-parallel-size is 1, so nothing is exchanged"]
@@ -212,9 +213,7 @@ class TensorParallelConfig(DimensionConfig):
     def describe(self) -> str:
         if not self.enabled:
             return "tensor parallelism interleaves halves of a micro-batch, uncompressed"
-        line = (
-            f"tensor parallelism uses {self.compression}, messages of at least {self.min_bytes / 2**20:g} MiB"
-        )
+        line = f"tensor parallelism uses {self.compression}, messages from {self.min_bytes / 2**20:g} MiB on"
         if self.backward is not None:
             line += f", gradients {self.backward}"
         if self.halves:

@@ -82,13 +82,11 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
     """
     if args.spec == ["local"]:
         args.spec = None
-    changed = [leave_out_causal_mask(args), _fuse_rope(args, command_line), _fuse_weight_gradients(args)]
+    said = [leave_out_causal_mask(args), _fuse_rope(args, command_line), _fuse_weight_gradients(args)]
     kind, several = getattr(args, "cp_comm_type", None), getattr(args, "context_parallel_size", 1) > 1
     if args.transformer_impl == "local" and several and kind not in (None, ["p2p"]):
-        changed.append(
-            f"torch-native layers gather keys and values: --cp-comm-type {' '.join(kind)} is ignored"
-        )
-    return [line for line in changed if line is not None]
+        said.append(f"torch-native layers gather keys and values: --cp-comm-type {' '.join(kind)} is ignored")
+    return [line for line in said if line is not None]
 
 
 def leave_out_causal_mask(args: Namespace) -> str | None:
