@@ -20,6 +20,7 @@ from torch import library
 from torch.distributed import ProcessGroupGloo
 from torch.utils._device import _device_constructors
 
+from megatron.compression.errors import InputError
 from megatron.compression.patches.symbols import around, put, replace
 
 CPU = torch.device("cpu")
@@ -101,8 +102,9 @@ def _calling(function):
 def install_devices() -> None:
     """Replace what Megatron asks of `torch.cuda`. `torch.cuda.is_available()` keeps saying False."""
     # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues here.
-    fsdp = {"--use-torch-fsdp2", "--use-megatron-fsdp"}.intersection(sys.argv)
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if fsdp else "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1")
+    if "--use-megatron-fsdp" in sys.argv:
+        raise InputError("--use-megatron-fsdp does not run without GPUs; use --use-torch-fsdp2")
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda, memory = torch.cuda, psutil.virtual_memory
     for why, functions in {

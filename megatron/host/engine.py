@@ -24,7 +24,6 @@ _EXPECTED_WARNINGS = (
 def _with_own_generator(build, *args, **kwargs):
     """For build_pretraining_data_loader: the loader draws its workers' seed from a generator of its own. From
     the CPU generator, which dropout uses here too, only tensor-parallel rank 0 would draw."""
-
     loader = build(*args, **kwargs)
     if isinstance(loader, torch.utils.data.DataLoader):
         loader.generator = torch.Generator().manual_seed(torch.initial_seed())

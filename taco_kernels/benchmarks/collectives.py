@@ -106,9 +106,7 @@ def measure(operation: str, mib: float, options: Namespace, group) -> Iterator[d
 def run(options: Namespace) -> list[dict]:
     """Measure every size; the rows of rank 0, none elsewhere."""
     if "RANK" not in os.environ:
-        raise SystemExit(
-            "start it under torchrun: torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives"
-        )
+        raise SystemExit("start it so: torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

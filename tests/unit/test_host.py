@@ -1,8 +1,16 @@
-"""Products of matrices on CPUs without bf16 instructions."""
+"""Products of matrices on CPUs without bf16 instructions; what does not run there."""
 
+import pytest
 import torch
 
+from megatron.compression.errors import InputError
 from megatron.host import cuda
+
+
+def test_megatron_fsdp_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--use-megatron-fsdp"])
+    with pytest.raises(InputError, match="; use --use-torch-fsdp2"):
+        cuda.install_devices()
 
 
 def test_a_product_of_bf16_is_rounded_once() -> None:
