@@ -189,9 +189,9 @@ class CompressionConfig:
 
 def from_environment(name: str) -> int | None:
     """A number >= 1; None where the variable is not set, or empty. Refuses misspelt variables of ours."""
-    for given in os.environ.keys() - {COMMUNICATORS, NODE_SIZE}:
+    for given in os.environ.keys() - _VARIABLES.keys():
         if given.startswith("MEGATRON_COMPRESSION_"):
-            (near,) = difflib.get_close_matches(given, (COMMUNICATORS, NODE_SIZE), n=1, cutoff=0.0)
+            (near,) = difflib.get_close_matches(given, _VARIABLES, n=1, cutoff=0.0)
             raise CompressionConfigError(f"{given} is unknown; did you mean {near}? If not, unset it")
     text = os.environ.get(name, "")
     if not text:
@@ -213,12 +213,8 @@ def train_iterations(args: Namespace) -> int | None:
 SAME_RESULTS = {"transport", "report", "overlap"}
 """Settings of how a run gets to its results: they change at most the order in which it adds up."""
 
-
-_TYPED = FLAGS | {
-    "--compression auto": ("auto",),
-    COMMUNICATORS: ("communicators",),
-    NODE_SIZE: ("data_parallel.node_size",),
-}
+_VARIABLES = {COMMUNICATORS: ("communicators",), NODE_SIZE: ("data_parallel.node_size",)}
+_TYPED = FLAGS | _VARIABLES | {"--compression auto": ("auto",)}
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

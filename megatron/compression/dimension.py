@@ -160,7 +160,7 @@ class DimensionConfig:
             if hasattr(self, "backward"):
                 object.__setattr__(self, "backward", other)
             if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-                raise CompressionConfigError(f"--compression-min-mb {self.min_mb} must be MiB >= 0")
+                raise CompressionConfigError(f"--compression-min-mb {self.min_mb} is no number of MiB >= 0")
             self.validate()
 
     def validate(self) -> None:

@@ -77,7 +77,9 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         else:
             group.add_argument(flag, help=texts[0], **_options(flag, fields[0][0]))
     for flag in REMOVED:
-        group.add_argument(flag, nargs="*", action=_Gone, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        group.add_argument(
+            flag, nargs="*", action=_Removed, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
     _escape_broken_help(parser)
     return parser
 
@@ -92,7 +94,7 @@ class _Specs(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-class _Gone(argparse.Action):
+class _Removed(argparse.Action):
     """A flag of an earlier version."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:

@@ -210,7 +210,9 @@ def _expert_layers(args: Namespace) -> int:
     return -(-sum(map(bool, pattern)) // args.pipeline_model_parallel_size)
 
 
-def _expert_parallel(args: Namespace, micro: float, rate: float, micro_batch: float) -> list[MessageKind]:
+def _expert_parallel(
+    args: Namespace, micro: float, gemm_rate: float, micro_batch: float
+) -> list[MessageKind]:
     """Four legs a layer: tokens to their experts and back, and their gradients, spread evenly where none are
     dropped; probabilities and counts are left out. They overlap with another micro-batch's layers
     (``--overlap-moe-expert-parallel-comm``), with shared experts in the dispatcher, or with
@@ -259,7 +261,7 @@ def _expert_parallel(args: Namespace, micro: float, rate: float, micro_batch: fl
             alone = 2 * layers  # of the first micro-batch's forward pass, of the last one's backward pass
         elif args.moe_shared_expert_overlap:
             products = 2 * tokens * channels * args.moe_shared_expert_intermediate_size
-            overlap = products * (3 if args.swiglu else 2) / rate
+            overlap = products * (3 if args.swiglu else 2) / gemm_rate
             overlaps = overlap / 2, overlap
         found = [
             MessageKind(

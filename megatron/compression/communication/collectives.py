@@ -310,10 +310,7 @@ class WithBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        there: Callable[[Tensor], Tensor],
-        back: Callable[[Tensor], Tensor],
+        ctx, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.back = back
         return there(x)

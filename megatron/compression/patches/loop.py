@@ -231,8 +231,10 @@ def on_checkpoint_args(after: Callable[[Any], None]) -> None:
     """
     from megatron.training import checkpointing
 
-    name = "checkpoint_args"
-    follow(checkpointing, f"check_{name}", (name,), lambda result, given: after(given[name]))
+    def run(result: Any, given: dict) -> None:
+        after(given["checkpoint_args"])
+
+    follow(checkpointing, "check_checkpoint_args", ("checkpoint_args",), run)
 
 
 def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
