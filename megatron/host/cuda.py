@@ -101,10 +101,10 @@ def _calling(function):
 
 def install_devices() -> None:
     """Replace what Megatron asks of `torch.cuda`. `torch.cuda.is_available()` keeps saying False."""
-    # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues here.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1")
     if "--use-megatron-fsdp" in sys.argv:
         raise InputError("--use-megatron-fsdp does not run without GPUs; use --use-torch-fsdp2")
+    # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1")
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda, memory = torch.cuda, psutil.virtual_memory
     for why, functions in {

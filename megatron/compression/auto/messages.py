@@ -162,7 +162,7 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
         traffic: str, operation: str, dtype: torch.dtype, overlap: float, values: int = values
     ) -> MessageKind:
         sent = (values,), dtype, count, overlap / count
-        last = min(count, bucket * count / parameters) if overlap else 0.0  # nothing overlaps with it
+        last = min(count, bucket * count / parameters) if overlap else 0.0  # nothing is computed meanwhile
         return MessageKind("data_parallel", traffic, operation, *sent, last)
 
     overlap = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
