@@ -178,9 +178,9 @@ def parse(words: list[str] | None = None) -> Namespace:
         if one not in REGIMES and (options.ranks % 2 or not re.fullmatch("[1-9][0-9]*[mg]bit", one)):
             parser.error(f"--regimes {one}: give {', '.join(REGIMES)} or, for even ranks, a rate as 10gbit")
     options.settings = options.settings or [parse_setting(text) for text in CODECS[spread[0]]]
-    names = {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep"}
-    traffic = [f"{names[one]}.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
-    traffic += ["dp.gradient", "dp.weight"] if {"data", "context"} & {*spread} else []
+    traffic = [f"{one[0]}p.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
+    outer = ["dp.outer"] * ("--num-distributed-optimizer-instances" in options.extra)
+    traffic += ["dp.gradient", "dp.weight", *outer] if {"data", "context"} & {*spread} else []
     options.traffic, options.flags = tuple(traffic), flags_of(options)
     return options
 
