@@ -124,3 +124,11 @@ def test_what_cannot_be_is_refused_before_a_run(words, said, capsys) -> None:
 def test_what_is_given_is_what_runs() -> None:
     flags = bench.parse(["--expert-parallel", "2", "--micro-batch-size", "8"]).flags
     assert flags[len(flags) - flags[::-1].index("--micro-batch-size")] == 8
+
+
+@pytest.mark.parametrize(
+    "sites", [["--num-distributed-optimizer-instances", "2"], ["--num-distributed-optimizer-instances=2"]]
+)
+def test_what_sites_send_is_in_the_table(sites: list[str]) -> None:
+    alone = bench.parse(["--data-parallel", "2"]).traffic
+    assert bench.parse(["--data-parallel", "2", *sites]).traffic == (*alone, "dp.outer")
