@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests, from a fresh clone too: ./scripts/test.sh [--fast | --all] [pytest arguments]
 #   --all   also what is marked thorough: long runs of what shorter tests cover in part.
-#   --fast  while editing: settings, codecs and errors, without training and kernels; under a minute.
+#   --fast  while editing: settings, codecs and errors, without training and kernels; under 45 s.
 # A file's tests stay together, files are spread over processes (tests/conftest.py says how many; -n 0: one).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

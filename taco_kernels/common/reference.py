@@ -34,15 +34,12 @@ def bitmap_words(kept: torch.Tensor) -> torch.Tensor:
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Unnormalised Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order."""
-    shape, distance = x.shape, 1
-    while distance < shape[-1]:
-        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * distance), 2, distance)
-        both = torch.empty(pairs.shape, dtype=x.dtype, device=x.device)
-        torch.add(pairs[..., 0, :], pairs[..., 1, :], out=both[..., 0, :])
-        torch.sub(pairs[..., 0, :], pairs[..., 1, :], out=both[..., 1, :])
-        x = both.view(shape)
-        distance *= 2
-    return x
+    shape, size = x.shape, x.shape[-1]
+    x = x.reshape(-1, size)
+    for _ in range(size.bit_length() - 1):  # neighbours, whose sums go to the first half: index bits rotate
+        first, second = x.view(-1, size // 2, 2).unbind(-1)
+        x = torch.cat((first + second, first - second), -1)
+    return x.view(shape)
 
 
 def round_to_integers(h: torch.Tensor, inverse: torch.Tensor, bits: int) -> torch.Tensor:
@@ -69,6 +66,8 @@ def pack(codes: torch.Tensor, planes: Sequence[int]) -> list[torch.Tensor]:
     4b, ...``, the first in the low bits.
     """
     packed = []
+    if tuple(planes) == (8,):
+        return [codes]
     for bits in planes:
         pieces = codes.view(codes.shape[0], -1, 8 // bits, 2 * bits) & (2**bits - 1)
         packed.append(sum(pieces[:, :, m] << (bits * m) for m in range(8 // bits)).flatten(1))
@@ -79,6 +78,8 @@ def pack(codes: torch.Tensor, planes: Sequence[int]) -> list[torch.Tensor]:
 def unpack(packed: Sequence[torch.Tensor], planes: Sequence[int]) -> torch.Tensor:
     """Inverse of pack: uint8[rows, n]."""
     codes, shift = 0, 0
+    if tuple(planes) == (8,):
+        return packed[0]
     for plane, bits in zip(packed, planes, strict=True):
         bytes = plane.reshape(plane.shape[0], -1, 2 * bits)
         pieces = [(bytes >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]

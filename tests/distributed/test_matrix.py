@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.launch import NONE_SKIPPED, UNKNOWN, Run, go_back_to, pretrain, tiny_flags
 from tests.distributed.real_text import make_dataset
 
-ITERATIONS = 12
+ITERATIONS = 8
 SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
@@ -125,7 +125,7 @@ def model_flags(architecture: str, tied: bool) -> list[str]:
     flags = f"""--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}
         --global-batch-size {BATCH} --train-iters {ITERATIONS} --lr 2e-3 --lr-decay-style constant
         --clip-grad 1.0 --attention-dropout 0
-        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 6 --eval-iters 1
+        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 4 --eval-iters 1
         --seed 7 {ARCHITECTURES[architecture]}"""
     return flags.split() + ["--untie-embeddings-and-output-weights"] * (not tied)
 
@@ -228,7 +228,7 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     expected = {iteration: serial.losses[iteration] for iteration in run.losses}
     assert run.losses == pytest.approx(expected, rel=cell.tolerance)
     assert run.losses != serial.losses, "nothing was compressed"
-    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.1, "it has learnt something"
+    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.05, "it has learnt something"
     assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=cell.tolerance)
     assert NONE_SKIPPED in run.output
     check_replicas(run, cell.tied)
@@ -276,12 +276,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+AGAIN = [pytest.param(name, marks=pytest.mark.thorough) for name in ("tensor and data", "stages and data")]
+"""Cells have these as well, and other files resume them."""
+
+
+@pytest.mark.parametrize("layout", ["context and data", *AGAIN])
 def test_layout(runs: Runs, layout: str) -> None:
     """On four ranks with the distributed optimizer's overlaps: near the serial run, every channel compressed,
     and a resumed run ends in the same bits."""
     architecture, tied, words, codecs, channels = LAYOUTS[layout]
-    saved, half, whole = runs.directory / layout.replace(" ", "-"), 5, 10
+    saved, half, whole = runs.directory / layout.replace(" ", "-"), 4, ITERATIONS
     flags = [*model_flags(architecture, tied), "--micro-batch-size", "1", *words.split(), *codecs.split()]
     flags += [*OPTIMIZERS["distributed"].split(), *COMPRESSED_REPLICAS, "--train-iters", str(whole)]
     flags += ["--save", str(saved), "--save-interval", str(half)]

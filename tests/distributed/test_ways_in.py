@@ -75,13 +75,20 @@ def test_two_lines() -> None:
         assert plain["warmup"] == 2 * plain["compressed"] > 0, "two iterations of three"
 
 
-def test_the_command_of_the_first_way() -> None:
-    """As a user types it, under torchrun, in processes that have loaded nothing before."""
-    words = tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
-    run = torchrun("-m", "megatron.compression", f"{WAYS}/unedited.py", *words, processes=2).finish(240)
-    assert run.returncode == 0, run.output[-4000:]
+def test_the_command_of_the_first_way(tmp_path: Path) -> None:
+    """As a user types it, under torchrun, in processes that have loaded nothing before; and the Transformer
+    Engine on their path cannot be imported."""
+    (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("__version__ = '2.20.2'\n")
+    (tmp_path / "transformer_engine/pytorch/__init__.py").write_text("raise OSError('libcudnn.so.9: gone')")
+    path = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    words = ["megatron.compression", f"{WAYS}/unedited.py"]
+    words += tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
+    run = torchrun("-m", *words, processes=2, PYTHONPATH=path).finish(240)
+    assert run.returncode == 0 and "Traceback" not in run.output, run.output[-4000:]
+    assert "layers: torch-native (Transformer Engine needs CUDA" in run.output
     assert list(run.log("lm loss")) == [1] and "tensor parallelism uses taco:format=int8" in run.output
-    usage = launched([sys.executable, "-m", "megatron.compression"], environment()).finish(60)
+    usage = start("megatron/compression/__main__.py").finish(60)
     assert usage.returncode == 2 and usage.output.splitlines()[-1].startswith("usage: torchrun")
 
 

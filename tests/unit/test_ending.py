@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from tests.distributed.launch import environment, launched
 
 SCRIPT = """
@@ -26,6 +28,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_threads_of_gloo_drop_their_tensors_before_the_interpreter_ends() -> None:
     """Else the process aborts; the exit status stays the script's."""
     run = launched([sys.executable, "-c", SCRIPT], environment()).finish(60)

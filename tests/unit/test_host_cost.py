@@ -135,6 +135,7 @@ def test_a_backward_makes_no_placeholder_anew() -> None:
     assert not made, made
 
 
+@pytest.mark.slow
 def test_codecs_communication_and_fsdp2_need_torch_and_triton_alone() -> None:
     """megatron-core may be missing."""
     program = (
