@@ -3,6 +3,7 @@
 A hash of a file's relative path decides its split, so one version of Python gives one corpus everywhere.
 """
 
+import fcntl
 import hashlib
 import io
 import json
@@ -25,19 +26,22 @@ LINES_PER_SENTENCE = 20  # sentences that hold line ends let the BPE learn piece
 def prepare(
     directory: Path, source: str, max_mb: float, vocabulary: int, splits: Sequence[str] = SPLITS
 ) -> dict[str, str]:
-    """Corpus, tokenizer and indexed datasets, each made once; returns their paths."""
+    """Corpus, tokenizer and indexed datasets, made once by the first run that asks; returns their paths."""
     tokenizer = directory / "tokenizer.model"
     paths = {"tokenizer": str(tokenizer)} | {one: str(directory / f"{one}_text_document") for one in splits}
-    missing = [split for split in splits if not Path(f"{paths[split]}.idx").exists()]
-    if (missing or not tokenizer.exists()) and not (directory / "train.jsonl").exists():
-        write_corpus(directory, source, max_mb)
-    if not tokenizer.exists():
-        write_tokenizer(tokenizer, directory / "train.jsonl", vocabulary)
-    for split in missing:
-        words = [sys.executable, Path(__file__).with_name("preprocess_data.py"), "--append-eod"]
-        words += ["--input", directory / f"{split}.jsonl", "--output-prefix", directory / split]
-        words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer]
-        subprocess.run(words, check=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [split for split in splits if not Path(f"{paths[split]}.idx").exists()]
+        if (missing or not tokenizer.exists()) and not (directory / "train.jsonl").exists():
+            write_corpus(directory, source, max_mb)
+        if not tokenizer.exists():
+            write_tokenizer(tokenizer, directory / "train.jsonl", vocabulary)
+        for split in missing:
+            words = [sys.executable, Path(__file__).with_name("preprocess_data.py"), "--append-eod"]
+            words += ["--input", directory / f"{split}.jsonl", "--output-prefix", directory / split]
+            words += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer]
+            subprocess.run(words, check=True)
     return paths
 
 
@@ -73,9 +77,8 @@ def write_corpus(directory: Path, source: str, max_mb: float, weights: Sequence[
     edges = [sum(weights[: i + 1]) / sum(weights) for i in range(len(weights) - 1)]
     lines: dict[str, list[str]] = {name: [] for name in SPLITS}
     left = int(max_mb * 1e6)
-    for path, text in read_documents(
-        root, SKIPPED | (STDLIB_SKIPPED if source == "stdlib" else set())
-    ).items():
+    skipped = SKIPPED | (STDLIB_SKIPPED if source == "stdlib" else set())
+    for path, text in read_documents(root, skipped).items():
         left -= len(text.encode())
         if left < 0:
             break

@@ -66,8 +66,6 @@ def pack(codes: torch.Tensor, planes: Sequence[int]) -> list[torch.Tensor]:
     4b, ...``, the first in the low bits.
     """
     packed = []
-    if tuple(planes) == (8,):
-        return [codes]
     for bits in planes:
         pieces = codes.view(codes.shape[0], -1, 8 // bits, 2 * bits) & (2**bits - 1)
         packed.append(sum(pieces[:, :, m] << (bits * m) for m in range(8 // bits)).flatten(1))
@@ -78,8 +76,6 @@ def pack(codes: torch.Tensor, planes: Sequence[int]) -> list[torch.Tensor]:
 def unpack(packed: Sequence[torch.Tensor], planes: Sequence[int]) -> torch.Tensor:
     """Inverse of pack: uint8[rows, n]."""
     codes, shift = 0, 0
-    if tuple(planes) == (8,):
-        return packed[0]
     for plane, bits in zip(packed, planes, strict=True):
         bytes = plane.reshape(plane.shape[0], -1, 2 * bits)
         pieces = [(bytes >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]

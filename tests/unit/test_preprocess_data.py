@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import _corpus
@@ -52,6 +54,25 @@ def corpus(tmp_path_factory) -> Path:
 
 def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_runs_that_start_together_make_it_once(tmp_path: Path, monkeypatch) -> None:
+    """The second one waits until the first one's files are whole."""
+    made = []
+
+    def slowly(name: str, *files: str) -> None:
+        made.append(name)
+        time.sleep(0.05)
+        for file in files:
+            (tmp_path / file).touch()
+
+    monkeypatch.setattr(_corpus, "write_corpus", lambda *_: slowly("corpus", "train.jsonl"))
+    monkeypatch.setattr(_corpus, "write_tokenizer", lambda *_: slowly("tokenizer", "tokenizer.model"))
+    indexed = lambda words, check: slowly("index", f"{Path(words[6]).name}_text_document.idx")  # noqa: E731
+    monkeypatch.setattr(_corpus.subprocess, "run", indexed)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: _corpus.prepare(tmp_path, "stdlib", 1, 512, ("train", "valid")), range(2)))
+    assert made == ["corpus", "tokenizer", "index", "index"]
 
 
 def test_a_corpus_holds_real_sources_once_within_its_size(corpus, tmp_path):
