@@ -179,7 +179,8 @@ def parse(words: list[str] | None = None) -> Namespace:
             parser.error(f"--regimes {one}: give {', '.join(REGIMES)} or, for even ranks, a rate as 10gbit")
     options.settings = options.settings or [parse_setting(text) for text in CODECS[spread[0]]]
     traffic = [f"{one[0]}p.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
-    outer = ["dp.outer"] * ("--num-distributed-optimizer-instances" in " ".join(options.extra))
+    given = " ".join([*options.extra, *(setting.text for setting in options.settings)])
+    outer = ["dp.outer"] * ("--num-distributed-optimizer-instances" in given)
     traffic += ["dp.gradient", "dp.weight", *outer] if {"data", "context"} & {*spread} else []
     options.traffic, options.flags = tuple(traffic), flags_of(options)
     return options

@@ -34,12 +34,10 @@ def bitmap_words(kept: torch.Tensor) -> torch.Tensor:
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Unnormalised Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order."""
-    shape, size = x.shape, x.shape[-1]
-    x = x.reshape(-1, size)
-    for _ in range(size.bit_length() - 1):  # neighbours, whose sums go to the first half: index bits rotate
-        first, second = x.view(-1, size // 2, 2).unbind(-1)
+    for _ in range(x.shape[-1].bit_length() - 1):  # each step turns the index's bits by one: back at the end
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
         x = torch.cat((first + second, first - second), -1)
-    return x.view(shape)
+    return x
 
 
 def round_to_integers(h: torch.Tensor, inverse: torch.Tensor, bits: int) -> torch.Tensor:

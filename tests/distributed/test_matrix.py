@@ -17,7 +17,7 @@ import pytest
 from tests.distributed.launch import NONE_SKIPPED, UNKNOWN, Run, go_back_to, pretrain, tiny_flags
 from tests.distributed.real_text import make_dataset
 
-ITERATIONS = 8
+ITERATIONS = 10
 SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
@@ -125,7 +125,7 @@ def model_flags(architecture: str, tied: bool) -> list[str]:
     flags = f"""--num-layers 2 --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE}
         --global-batch-size {BATCH} --train-iters {ITERATIONS} --lr 2e-3 --lr-decay-style constant
         --clip-grad 1.0 --attention-dropout 0
-        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 4 --eval-iters 1
+        --hidden-dropout 0 --split 90,5,5 --num-workers 0 --log-interval 1 --eval-interval 5 --eval-iters 1
         --seed 7 {ARCHITECTURES[architecture]}"""
     return flags.split() + ["--untie-embeddings-and-output-weights"] * (not tied)
 
@@ -228,7 +228,7 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     expected = {iteration: serial.losses[iteration] for iteration in run.losses}
     assert run.losses == pytest.approx(expected, rel=cell.tolerance)
     assert run.losses != serial.losses, "nothing was compressed"
-    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.05, "it has learnt something"
+    assert serial.losses[ITERATIONS] < serial.losses[1] - 0.1, "it has learnt something"
     assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=cell.tolerance)
     assert NONE_SKIPPED in run.output
     check_replicas(run, cell.tied)
@@ -276,16 +276,16 @@ LAYOUTS = {
 }
 
 
-AGAIN = [pytest.param(name, marks=pytest.mark.thorough) for name in ("tensor and data", "stages and data")]
-"""Cells have these as well, and other files resume them."""
+# the first cell and test_ways_in.py have tensor and data parallelism as well
+THOROUGH = {"tensor and data": pytest.mark.thorough}
 
 
-@pytest.mark.parametrize("layout", ["context and data", *AGAIN])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=THOROUGH.get(name, ())) for name in LAYOUTS])
 def test_layout(runs: Runs, layout: str) -> None:
     """On four ranks with the distributed optimizer's overlaps: near the serial run, every channel compressed,
     and a resumed run ends in the same bits."""
     architecture, tied, words, codecs, channels = LAYOUTS[layout]
-    saved, half, whole = runs.directory / layout.replace(" ", "-"), 4, ITERATIONS
+    saved, half, whole = runs.directory / layout.replace(" ", "-"), ITERATIONS // 2, ITERATIONS
     flags = [*model_flags(architecture, tied), "--micro-batch-size", "1", *words.split(), *codecs.split()]
     flags += [*OPTIMIZERS["distributed"].split(), *COMPRESSED_REPLICAS, "--train-iters", str(whole)]
     flags += ["--save", str(saved), "--save-interval", str(half)]

@@ -126,9 +126,10 @@ def test_what_is_given_is_what_runs() -> None:
     assert flags[len(flags) - flags[::-1].index("--micro-batch-size")] == 8
 
 
-@pytest.mark.parametrize(
-    "sites", [["--num-distributed-optimizer-instances", "2"], ["--num-distributed-optimizer-instances=2"]]
-)
+SITES = "--num-distributed-optimizer-instances"
+
+
+@pytest.mark.parametrize("sites", [[SITES, "2"], [f"{SITES}=2"], ["--codecs", f"int8 {SITES} 2"]])
 def test_what_sites_send_is_in_the_table(sites: list[str]) -> None:
     alone = bench.parse(["--data-parallel", "2"]).traffic
     assert bench.parse(["--data-parallel", "2", *sites]).traffic == (*alone, "dp.outer")

@@ -68,8 +68,8 @@ def test_runs_that_start_together_make_it_once(tmp_path: Path, monkeypatch) -> N
 
     monkeypatch.setattr(_corpus, "write_corpus", lambda *_: slowly("corpus", "train.jsonl"))
     monkeypatch.setattr(_corpus, "write_tokenizer", lambda *_: slowly("tokenizer", "tokenizer.model"))
-    indexed = lambda words, check: slowly("index", f"{Path(words[6]).name}_text_document.idx")  # noqa: E731
-    monkeypatch.setattr(_corpus.subprocess, "run", indexed)
+    index = "_text_document.idx"
+    monkeypatch.setattr(_corpus.subprocess, "run", lambda w, check: slowly("index", Path(w[6]).name + index))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda _: _corpus.prepare(tmp_path, "stdlib", 1, 512, ("train", "valid")), range(2)))
     assert made == ["corpus", "tokenizer", "index", "index"]
