@@ -7,11 +7,15 @@ from setuptools import find_namespace_packages, setup
 
 versions = runpy.run_path(str(Path(__file__).parent / "megatron" / "compression" / "versions.py"))
 extras = versions["EXTRAS"]
-IN_DEV = sorted(extras.keys() - {"transformer-engine", "bridge"})  # compiled, for about 25 minutes and more
+IN_DEV = sorted(
+    extras.keys() - {"transformer-engine", "bridge"}
+)  # compiled, for about 25 minutes and more
 
 setup(
     # megatron/ must stay without __init__.py: it overlays the namespace of the megatron-core wheel.
-    packages=find_namespace_packages(include=["megatron.compression*", "megatron.host*", "taco_kernels*"]),
+    packages=find_namespace_packages(
+        include=["megatron.compression*", "megatron.host*", "taco_kernels*"]
+    ),
     package_data={"megatron.compression": ["py.typed"], "taco_kernels": ["py.typed"]},
     py_modules=["pretrain_gpt", "pretrain_qwen"],
     install_requires=[

@@ -23,7 +23,9 @@ except ModuleNotFoundError as error:
 from megatron.compression import bridge
 
 
-def config(tensor: int = 1, pipeline: int = 1, expert: int = 1, iterations: int = 20) -> ConfigContainer:
+def config(
+    tensor: int = 1, pipeline: int = 1, expert: int = 1, iterations: int = 20
+) -> ConfigContainer:
     """The recipe, with a layout and a length of one's own; experts where they are shared out."""
     cfg = vanilla_gpt_pretrain_config()
     model, sequence = cfg.model, 1024
@@ -35,7 +37,11 @@ def config(tensor: int = 1, pipeline: int = 1, expert: int = 1, iterations: int 
         model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size = 8, 2, 1024
         model.moe_token_dispatcher_type, model.moe_grouped_gemm = "alltoall", True
     # Tensor-parallel messages are 8 MiB here; smaller ones go uncompressed unless min_mb says otherwise.
-    cfg.train.train_iters, cfg.train.micro_batch_size, cfg.train.global_batch_size = iterations, 4, 8
+    cfg.train.train_iters, cfg.train.micro_batch_size, cfg.train.global_batch_size = (
+        iterations,
+        4,
+        8,
+    )
     cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = 2, iterations
     cfg.validation.eval_iters = 0
     cfg.logger.log_interval, cfg.logger.tensorboard_dir = 5, None

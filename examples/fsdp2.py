@@ -36,11 +36,15 @@ class Block(nn.Module):
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(hidden), nn.LayerNorm(hidden)])
         self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp = nn.Sequential(nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden))
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[samples, sequence, hidden]`` to the same."""
-        q, k, v = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(attended.transpose(1, 2).reshape(x.shape))
         return x + self.mlp(self.norms[1](x))
@@ -49,29 +53,42 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next token."""
 
-    def __init__(self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> None:
+    def __init__(
+        self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.position_embedding = nn.Embedding(sequence, hidden)
         self.blocks = nn.ModuleList([Block(hidden, heads) for _ in range(layers)])
-        self.norm, self.output_layer = nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+        self.norm, self.output_layer = (
+            nn.LayerNorm(hidden),
+            nn.Linear(hidden, vocabulary, bias=False),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The mean loss of tokens ``[samples, sequence + 1]``."""
         x = self.embedding(tokens[:, :-1]) + self.position_embedding.weight[: tokens.shape[1] - 1]
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.output_layer(self.norm(x)).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return F.cross_entropy(
+            self.output_layer(self.norm(x)).flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
 
 def main() -> None:
     """Train, and print each step's loss and time, and what has been sent."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gather", default="lossless", help="codec of the weights; none: uncompressed")
-    parser.add_argument("--reduce", default="int8", help="of the gradients, or tagc; none: uncompressed")
+    parser.add_argument(
+        "--gather", default="lossless", help="codec of the weights; none: uncompressed"
+    )
+    parser.add_argument(
+        "--reduce", default="int8", help="of the gradients, or tagc; none: uncompressed"
+    )
     for name, size in {**SIZES, "--seed": 1, "--steps": 20}.items():
         parser.add_argument(name, type=int, default=size)
-    parser.add_argument("--checkpoint", type=Path, help="folder to resume from, if it has one, and save to")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder to resume from, if it has one, and save to"
+    )
     options = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
@@ -80,11 +97,16 @@ def main() -> None:
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     torch.manual_seed(options.seed)
     heads = max(4, options.hidden // 128)
-    model = Transformer(options.layers, options.hidden, heads, options.vocabulary, options.sequence).to(kind)
+    model = Transformer(
+        options.layers, options.hidden, heads, options.vocabulary, options.sequence
+    ).to(kind)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     compression = attach(model, options.gather, options.reduce)
-    optimizer, done = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.zeros((), dtype=torch.int64)
+    optimizer, done = (
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        torch.zeros((), dtype=torch.int64),
+    )
 
     def state() -> dict:
         weights, moments = get_state_dict(model, optimizer)
@@ -100,7 +122,9 @@ def main() -> None:
         start = time.perf_counter()
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         first = torch.randint(options.vocabulary, (options.samples, 1), generator=generator)
-        tokens = (first + 3 * torch.arange(options.sequence + 1)) % options.vocabulary  # each by the last
+        tokens = (
+            first + 3 * torch.arange(options.sequence + 1)
+        ) % options.vocabulary  # each by the last
         loss = model(tokens.to(kind))
         loss.backward()
         optimizer.step()

@@ -56,7 +56,9 @@ class Loop:
         tensor_parallel.model_parallel_cuda_manual_seed(123, force_reset_rng=True)
         torch.manual_seed(123)
         self.config = TransformerConfig(
-            **dict(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True),
+            **dict(
+                num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True
+            ),
             **dict(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline),
             **dict(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16),
             **dict(masked_softmax_fusion=False, persist_layer_norm=False),
@@ -73,7 +75,9 @@ class Loop:
         model.cuda()
         self.compression = attach([model], compression)
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        self.model = DistributedDataParallel(self.config, ddp_config, Float16Module(self.config, model))
+        self.model = DistributedDataParallel(
+            self.config, ddp_config, Float16Module(self.config, model)
+        )
         self.compression.attach_wrapped([self.model])
         optimizer_config = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True)
         self.optimizer = get_megatron_optimizer(optimizer_config, [self.model])
@@ -83,7 +87,9 @@ class Loop:
     def batches(self, iteration: int):
         """Random tokens, the same on all ranks of one data-parallel rank."""
         for micro_batch in range(MICRO_BATCHES):
-            seed = (iteration * MICRO_BATCHES + micro_batch) * 8 + parallel_state.get_data_parallel_rank()
+            seed = (
+                iteration * MICRO_BATCHES + micro_batch
+            ) * 8 + parallel_state.get_data_parallel_rank()
             generator = torch.Generator().manual_seed(seed)
             yield torch.randint(0, VOCABULARY, (SAMPLES, SEQUENCE + 1), generator=generator).cuda()
 
@@ -93,7 +99,10 @@ class Loop:
         positions = torch.arange(SEQUENCE, device=tokens.device).expand(SAMPLES, -1)
         mask = torch.ones(SEQUENCE, SEQUENCE, device=tokens.device).triu(1).bool()[None, None]
         output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-        return output, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
+        return output, lambda losses: (
+            losses.float().mean(),
+            {"loss": losses.detach().float().mean()},
+        )
 
     def iterate(self, iteration: int) -> float | None:
         """One training iteration. Returns: the loss, on the last pipeline stage."""
@@ -153,7 +162,10 @@ def main() -> None:
         options.save.mkdir(parents=True, exist_ok=True)
         loop.save(options.save)
     if torch.distributed.get_rank() == 0:
-        print(f"rank 0 sent in {options.iterations} iterations:\n{loop.compression.summary()}", flush=True)
+        print(
+            f"rank 0 sent in {options.iterations} iterations:\n{loop.compression.summary()}",
+            flush=True,
+        )
     torch.distributed.destroy_process_group()
 
 

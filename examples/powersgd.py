@@ -17,7 +17,11 @@ from typing import ClassVar
 import torch
 
 from megatron.compression.communication import Work
-from megatron.compression.data_parallel.compressor import GradientBucket, GradientCompressor, GradientSync
+from megatron.compression.data_parallel.compressor import (
+    GradientBucket,
+    GradientCompressor,
+    GradientSync,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ class PowerSGDSync(GradientSync):
             m, n = span.parameter.shape[0], span.parameter[0].numel()
             if rank * (m + n) < m * n:
                 self.matrices.append(span)
-                self.right.append(torch.randn(n, rank, generator=generator).to(device))  # alike on all ranks
+                self.right.append(
+                    torch.randn(n, rank, generator=generator).to(device)
+                )  # alike on all ranks
             else:
                 self.vectors.append(span)
 
@@ -74,7 +80,9 @@ class PowerSGDSync(GradientSync):
             bases = [torch.linalg.qr(left).Q for left in cut(left_sum, lefts)]
             rights = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
             right_sum = joined(rights, total)
-            return Work(bucket.all_reduce(right_sum), lambda: finish(bases, rights, cut(right_sum, rights)))
+            return Work(
+                bucket.all_reduce(right_sum), lambda: finish(bases, rights, cut(right_sum, rights))
+            )
 
         def finish(bases: list, rights: list, right_sums: list) -> torch.Tensor:
             sending_vectors.wait()
@@ -82,8 +90,12 @@ class PowerSGDSync(GradientSync):
                 self.vectors, cut(vectors, [s.parameter for s in self.vectors]), strict=True
             ):
                 flat[span.start : span.end] = values.view(-1) * bucket.scale
-            sent = total.clone()  # vectors, and the gaps between parameters: nothing of them is lost
-            for span, basis, own, right in zip(self.matrices, bases, rights, right_sums, strict=True):
+            sent = (
+                total.clone()
+            )  # vectors, and the gaps between parameters: nothing of them is lost
+            for span, basis, own, right in zip(
+                self.matrices, bases, rights, right_sums, strict=True
+            ):
                 flat[span.start : span.end] = (basis @ right.T).view(-1) * bucket.scale
                 sent[span.start : span.end] = (basis @ own.T).view(-1)
             # a NaN or infinity shows in the sum, whose step is skipped; the next one begins with the last Q
@@ -99,7 +111,9 @@ class PowerSGDSync(GradientSync):
 
     def state(self) -> dict[str, torch.Tensor]:
         """See ``GradientSync.state``."""
-        return {"memory": self.memory, "right": joined(self.right, self.memory)} if self.right else {}
+        return (
+            {"memory": self.memory, "right": joined(self.right, self.memory)} if self.right else {}
+        )
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:
         """See ``GradientSync.load_state``."""
@@ -113,4 +127,7 @@ def joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 def cut(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
     """What ``joined`` made ``flat`` of."""
-    return [row.view(one.shape) for row, one in zip(flat.split([o.numel() for o in like]), like, strict=True)]
+    return [
+        row.view(one.shape)
+        for row, one in zip(flat.split([o.numel() for o in like]), like, strict=True)
+    ]

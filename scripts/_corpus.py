@@ -16,9 +16,20 @@ from pathlib import Path
 
 SPLITS = ("train", "valid", "test")
 SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
-STDLIB_SKIPPED = {"test", "tests", "idle_test", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip"}
+STDLIB_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "tkinter",
+    "turtledemo",
+    "lib2to3",
+    "ensurepip",
+}
 """Of the standard library: what distributions package separately or strip."""
-STDLIB_SKIPPED |= {"encodings"}  # tables that nearly are copies of each other, which splits would share
+STDLIB_SKIPPED |= {
+    "encodings"
+}  # tables that nearly are copies of each other, which splits would share
 MAX_FILE_BYTES = 512 * 1024  # larger files are generated tables
 LINES_PER_SENTENCE = 20  # sentences that hold line ends let the BPE learn pieces such as ":\n"
 
@@ -28,7 +39,9 @@ def prepare(
 ) -> dict[str, str]:
     """Corpus, tokenizer and indexed datasets, made once by the first run that asks; returns their paths."""
     tokenizer = directory / "tokenizer.model"
-    paths = {"tokenizer": str(tokenizer)} | {one: str(directory / f"{one}_text_document") for one in splits}
+    paths = {"tokenizer": str(tokenizer)} | {
+        one: str(directory / f"{one}_text_document") for one in splits
+    }
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -55,7 +68,9 @@ def read_documents(root: Path, skipped: set[str]) -> dict[str, str]:
     for folder, folders, files in root.walk():
         folders[:] = sorted(set(folders) - skipped)
         # _sysconfigdata_*.py holds the paths of the machine that built this Python
-        for name in sorted(one for one in files if one.endswith(".py") and not one.startswith("_sysconfigd")):
+        for name in sorted(
+            one for one in files if one.endswith(".py") and not one.startswith("_sysconfigd")
+        ):
             raw = (folder / name).read_bytes()
             digest = hashlib.sha256(raw).digest()
             if len(raw) > MAX_FILE_BYTES or digest in seen or not raw.strip():
@@ -69,7 +84,9 @@ def read_documents(root: Path, skipped: set[str]) -> dict[str, str]:
     return dict(sorted(texts.items(), key=lambda item: _hash(item[0], "order")))
 
 
-def write_corpus(directory: Path, source: str, max_mb: float, weights: Sequence[float] = (90, 5, 5)) -> None:
+def write_corpus(
+    directory: Path, source: str, max_mb: float, weights: Sequence[float] = (90, 5, 5)
+) -> None:
     """Write train.jsonl, valid.jsonl and test.jsonl, one {"text": ..., "path": ...} object a line, of
     ``max_mb`` of sources of stdlib or site-packages, split by file. A smaller corpus is a prefix of a larger
     one."""

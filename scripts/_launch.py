@@ -63,17 +63,25 @@ def parse_setting(text: str) -> BenchSetting:
     Raises: ArgumentTypeError: no spec, or more than two.
     """
     words = shlex.split(text)
-    count = next((i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words))
+    count = next(
+        (i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words)
+    )
     if count not in (1, 2):
         raise ArgumentTypeError(f"{text!r}: give one codec, or two, and then flags")
-    flags = [part for word in words[count:] for part in word.split("=", 1 if word.startswith("--") else 0)]
+    flags = [
+        part
+        for word in words[count:]
+        for part in word.split("=", 1 if word.startswith("--") else 0)
+    ]
     return BenchSetting(text, tuple(words[:count]), tuple(flags))
 
 
 def gpu_count() -> int:
     """CUDA devices that a run would see, without loading CUDA into this process."""
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return int(subprocess.check_output([sys.executable, "-c", code], text=True, stderr=subprocess.DEVNULL))
+    return int(
+        subprocess.check_output([sys.executable, "-c", code], text=True, stderr=subprocess.DEVNULL)
+    )
 
 
 def torchrun(
@@ -98,13 +106,29 @@ def torchrun(
         timer.start()
         return timer
 
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     if rate:
         command = [str(ROOT / "scripts/two_nodes.sh"), rate]
         environment |= {"RANKS": str(ranks // 2), "PYTHON": sys.executable}
     command += [str(ROOT / script), *map(str, words)]
-    shared = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        **environment,
+    }
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "errors": "replace",
+    }
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     end = deque([shlex.join(command) + "\n"], maxlen=100)
     with subprocess.Popen(command, cwd=ROOT, env=shared, **pipes) as process:
@@ -145,7 +169,10 @@ def train(change: Callable) -> None:
 
     from megatron.core.enums import ModelType
     from megatron.training import training
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
 
     from megatron.compression import setup
     from megatron.compression.startup import entrypoint
@@ -155,5 +182,9 @@ def train(change: Callable) -> None:
         model_config = gpt_config_from_args(args)
         change(args, setup.enable(args, model_config), model_config)
         container = pretrain_cfg_container_from_args(args, model_config)
-        parts = entrypoint.train_valid_test_datasets, ModelType.encoder_or_decoder, entrypoint.forward_step
+        parts = (
+            entrypoint.train_valid_test_datasets,
+            ModelType.encoder_or_decoder,
+            entrypoint.forward_step,
+        )
         entrypoint.train_to_the_end(lambda: training.pretrain(container, *parts))

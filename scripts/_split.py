@@ -38,11 +38,16 @@ def install() -> None:
         ("all_to_all_single", split_all_to_all),
     ):
         symbols.replace(dist, name, ("group", "async_op"), wrap)
-    names = {"dist_all_gather_func": split_all_gather, "dist_reduce_scatter_func": split_reduce_scatter}
+    names = {
+        "dist_all_gather_func": split_all_gather,
+        "dist_reduce_scatter_func": split_reduce_scatter,
+    }
     for name, wrap in names.items():
         function = getattr(param_and_grad_buffer, name)
         why = "both sides of a comparison use as many communicators"
-        symbols.put(param_and_grad_buffer, name, wrap(getattr(function, "__wrapped__", function)), why)
+        symbols.put(
+            param_and_grad_buffer, name, wrap(getattr(function, "__wrapped__", function)), why
+        )
     symbols.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing)
 
 
@@ -93,11 +98,16 @@ def _collected(work: dist.Work | Work | None, async_op: bool) -> dist.Work | Wor
     return work
 
 
-def _started(start: Callable, came: Sequence, sent: Sequence, groups: list, async_op: bool) -> Work | None:
+def _started(
+    start: Callable, came: Sequence, sent: Sequence, groups: list, async_op: bool
+) -> Work | None:
     """``start(received, part, communicator)`` for every part; ``came`` and ``sent`` have any strides."""
-    sent = [part.contiguous() for part in sent]  # all of them first: what comes may lie in what is sent
+    sent = [
+        part.contiguous() for part in sent
+    ]  # all of them first: what comes may lie in what is sent
     parts = [
-        to if to.is_contiguous() else torch.empty(to.shape, dtype=to.dtype, device=to.device) for to in came
+        to if to.is_contiguous() else torch.empty(to.shape, dtype=to.dtype, device=to.device)
+        for to in came
     ]
     works = [Work(start(*one)) for one in zip(parts, sent, groups, strict=True)]
 
@@ -117,7 +127,9 @@ def split_all_reduce(original: Callable) -> Callable:
         if not (groups := _parted(tensor, group, tensor)):
             return _collected(original(tensor, op, group, async_op), async_op)
         parts = tensor.view(-1).tensor_split(len(groups))
-        return _started(lambda part, _, one: original(part, op, one, True), parts, parts, groups, async_op)
+        return _started(
+            lambda part, _, one: original(part, op, one, True), parts, parts, groups, async_op
+        )
 
     return all_reduce
 
@@ -164,7 +176,9 @@ def split_all_to_all(original: Callable) -> Callable:
         if equal:
             groups = _parted(input, group, output)
         else:
-            long_rows = input.dtype != torch.uint8 and input.dim() == 2 and input.shape[1] >= LEAST_VALUES
+            long_rows = (
+                input.dtype != torch.uint8 and input.dim() == 2 and input.shape[1] >= LEAST_VALUES
+            )
             groups = (_groups_of(group) or []) if long_rows else []
         if not groups:
             return _collected(original(output, input, *sizes, group, async_op), async_op)

@@ -61,7 +61,12 @@ REGIMES: dict[str, dict[str, str]] = {
 }
 WARM_UP = 3
 """Iterations of a block that are not timed; in CUDA graphs the capture follows them."""
-_GRAPHS = ["--no-check-for-nan-in-loss-and-grad", "--cuda-graph-warmup-steps", WARM_UP, "--cuda-graph-impl"]
+_GRAPHS = [
+    "--no-check-for-nan-in-loss-and-grad",
+    "--cuda-graph-warmup-steps",
+    WARM_UP,
+    "--cuda-graph-impl",
+]
 GRAPHS = {"none": [], "full_iteration": [*_GRAPHS, "full_iteration"], "local": [*_GRAPHS, "local"]}
 """What megatron-core needs for a kind of CUDA graphs."""
 AUTO = ("--compression", "auto")
@@ -73,7 +78,9 @@ _GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 5
 
 def _qwen(name: str, **changed: str) -> str:
     """The flags of a model, its vocabulary padded by Megatron: a --vocab-size after the options counts."""
-    flags = megatron_flags(MODELS[name]) | {f"--{flag.replace('_', '-')}": v for flag, v in changed.items()}
+    flags = megatron_flags(MODELS[name]) | {
+        f"--{flag.replace('_', '-')}": v for flag, v in changed.items()
+    }
     del flags["--padded-vocab-size"]
     return " ".join(as_arguments(flags)) + " --bf16"
 
@@ -87,7 +94,9 @@ SHAPES = {
     "13b": _GPT.format(40, 5120, 40),
     "qwen2.5-7b": _qwen("2.5-7b") + " --seq-length 512 --micro-batch-size 8",
     # Four of 48 layers; the vocabulary is smaller too, since its product is not what is compared.
-    "qwen3-30b-a3b": _qwen("3-30b-a3b", num_layers="4", vocab_size="32000", moe_aux_loss_coeff="0.01")
+    "qwen3-30b-a3b": _qwen(
+        "3-30b-a3b", num_layers="4", vocab_size="32000", moe_aux_loss_coeff="0.01"
+    )
     + " --moe-token-dispatcher-type alltoall --moe-router-dtype fp32",
     "thin": "--num-layers {stages} --hidden-size 2048 --num-attention-heads 16 --vocab-size 8191"
     " --untie-embeddings-and-output-weights --bf16",
@@ -134,8 +143,18 @@ def parse(words: list[str] | None = None) -> Namespace:
     what = f"settings, one after the other: {SETTINGS_HELP}"
     add("--codecs", dest="settings", nargs="+", type=parse_setting, help=what)
     add("--regimes", nargs="+", default=list(REGIMES))
-    add("--communicators", type=int, default=1, help="over which each message is sent, compressed or not")
-    add("--iterations", type=int, default=13, help=f"of a block; {WARM_UP} are not timed, 4 in graphs")
+    add(
+        "--communicators",
+        type=int,
+        default=1,
+        help="over which each message is sent, compressed or not",
+    )
+    add(
+        "--iterations",
+        type=int,
+        default=13,
+        help=f"of a block; {WARM_UP} are not timed, 4 in graphs",
+    )
     add("--cuda-graphs", nargs="+", choices=GRAPHS, default=["none"], help="none is eager")
     add("--json", type=argparse.FileType("a"), help="write the rows here")
     add("--limit", type=float, default=300, help="seconds for a row, its run's start included")
@@ -146,7 +165,9 @@ def parse(words: list[str] | None = None) -> Namespace:
     add("--data-parallel", type=int, default=1)
     add("--expert-parallel", type=int, default=0, help="ranks between which experts are spread")
     add("--sequence-parallel", action="store_true")
-    add("--micro-batches", type=int, default=0, help="of an iteration and rank (default: 4 a stage)")
+    add(
+        "--micro-batches", type=int, default=0, help="of an iteration and rank (default: 4 a stage)"
+    )
     add("--micro-batch-size", type=int, help="sequences (default: the shape's)")
     add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
     add("--fp32", action="store_true", help="an fp32 model: messages twice as large")
@@ -158,27 +179,41 @@ def parse(words: list[str] | None = None) -> Namespace:
     sizes = {name: getattr(options, f"{name}_parallel") for name in LAYOUT}
     if options.expert_parallel:
         if max(sizes.values()) > 1:
-            parser.error("--expert-parallel: experts are measured alone; drop the other --...-parallel")
+            parser.error(
+                "--expert-parallel: experts are measured alone; drop the other --...-parallel"
+            )
         sizes = {"expert": options.expert_parallel}
     if (options.shape == "qwen3-30b-a3b") != bool(options.expert_parallel):
-        parser.error(f"--shape {options.shape}: --expert-parallel and qwen3-30b-a3b go together alone")
+        parser.error(
+            f"--shape {options.shape}: --expert-parallel and qwen3-30b-a3b go together alone"
+        )
     idle = ["micro_batches"] * bool(options.expert_parallel)
     idle += ["sequence_parallel"] * (options.tensor_parallel == 1)
-    idle += ["no_overlap", "fp32_gradients"] * (options.data_parallel * options.context_parallel == 1)
+    idle += ["no_overlap", "fp32_gradients"] * (
+        options.data_parallel * options.context_parallel == 1
+    )
     for name in idle:
         if getattr(options, name):
             parser.error(f"--{name.replace('_', '-')} has no effect in this layout; leave it out")
     spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
     options.dimension, options.ranks = spread[0], math.prod(sizes.values())
     if options.iterations <= (least := max(map(untimed, options.cuda_graphs))):
-        parser.error(f"--iterations {options.iterations}: give more than {least}, which are not timed")
+        parser.error(
+            f"--iterations {options.iterations}: give more than {least}, which are not timed"
+        )
     if spread == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
     for one in options.regimes:
-        if one not in REGIMES and (options.ranks % 2 or not re.fullmatch("[1-9][0-9]*[mg]bit", one)):
-            parser.error(f"--regimes {one}: give {', '.join(REGIMES)} or, for even ranks, a rate as 10gbit")
+        if one not in REGIMES and (
+            options.ranks % 2 or not re.fullmatch("[1-9][0-9]*[mg]bit", one)
+        ):
+            parser.error(
+                f"--regimes {one}: give {', '.join(REGIMES)} or, for even ranks, a rate as 10gbit"
+            )
     options.settings = options.settings or [parse_setting(text) for text in CODECS[spread[0]]]
-    traffic = [f"{one[0]}p.{way}" for one in spread if one != "data" for way in ("forward", "backward")]
+    traffic = [
+        f"{one[0]}p.{way}" for one in spread if one != "data" for way in ("forward", "backward")
+    ]
     given = " ".join([*options.extra, *(setting.text for setting in options.settings)])
     outer = ["dp.outer"] * ("--num-distributed-optimizer-instances" in given)
     traffic += ["dp.gradient", "dp.weight", *outer] if {"data", "context"} & {*spread} else []
@@ -223,7 +258,9 @@ def launches(dimension: str, settings: list[BenchSetting], graphs: str) -> list[
     return [list(together) for _, together in groupby(settings, lambda setting: setting.flags)]
 
 
-def _run(options: Namespace, regime: str, graphs: str, settings: list[BenchSetting], keep: Callable) -> int:
+def _run(
+    options: Namespace, regime: str, graphs: str, settings: list[BenchSetting], keep: Callable
+) -> int:
     """Start a run, keep a row for each block that ends; how many did."""
     # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
     first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
@@ -247,7 +284,9 @@ def _run(options: Namespace, regime: str, graphs: str, settings: list[BenchSetti
                 print(line, end="")
             if (found := re.search(f"{_BLOCK} (.*)", line)) is None:
                 return None
-            history = [json.loads(one) for one in (report / "history.jsonl").read_text().splitlines()]
+            history = [
+                json.loads(one) for one in (report / "history.jsonl").read_text().splitlines()
+            ]
             begin = before + made * options.iterations
             lines = history[begin + untimed(graphs) : begin + options.iterations]
             setting = settings[made]
@@ -266,15 +305,22 @@ def _run(options: Namespace, regime: str, graphs: str, settings: list[BenchSetti
         try:
             torchrun(options.ranks, __file__, words, show, options.limit, rate, **environment)
         except RuntimeError as error:
-            where = "; ".join(one.text for one in settings[made : made + 1 if made else None]) or "at the end"
-            print(f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True)
+            where = (
+                "; ".join(one.text for one in settings[made : made + 1 if made else None])
+                or "at the end"
+            )
+            print(
+                f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True
+            )
     return made
 
 
 def checked_in(options: Namespace, graphs: str) -> int:
     """Iterations in which --compression auto checks its choice at most, and those before them."""
     rounds, block = (2, 4) if graphs == "none" else (1, 4 + untimed(graphs))
-    return 4 + rounds * block * (1 + sum(getattr(options, f"{name}_parallel") > 1 for name in FLAGS))
+    return 4 + rounds * block * (
+        1 + sum(getattr(options, f"{name}_parallel") > 1 for name in FLAGS)
+    )
 
 
 def _words(options: Namespace, setting: BenchSetting, flags: list[str]) -> list:
@@ -313,7 +359,11 @@ def table(rows: list[dict], traffic: tuple[str, ...], first: str) -> str:
         cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
         lines.append([*cells, f"{row['last_loss']:.4f}"])
     text = "\n".join(markdown(*lines))
-    return f"{text}\nCommunicators of every message: {rows[0]['communicators']}." if rows else "No rows."
+    return (
+        f"{text}\nCommunicators of every message: {rows[0]['communicators']}."
+        if rows
+        else "No rows."
+    )
 
 
 class BlockRules(dict):
@@ -362,7 +412,10 @@ def worker() -> None:
 
         def on_training_log(iteration: int, log_interval: int) -> None:
             after_iteration(iteration, log_interval)
-            if iteration > order["before"] and (iteration - order["before"]) % order["iterations"] == 0:
+            if (
+                iteration > order["before"]
+                and (iteration - order["before"]) % order["iterations"] == 0
+            ):
                 end_block()
 
         compression.on_training_log = on_training_log
@@ -378,7 +431,11 @@ def worker() -> None:
                 data = parallel_state.get_data_parallel_group(with_context_parallel=True)
                 context = parallel_state.get_context_parallel_group()
                 groups = tensor, data, context, parallel_state.get_expert_model_parallel_group()
-                groups = {tuple(dist.get_process_group_ranks(one)): one for one in groups if one.size() > 1}
+                groups = {
+                    tuple(dist.get_process_group_ranks(one)): one
+                    for one in groups
+                    if one.size() > 1
+                }
                 _split.split_over(groups.values(), order["communicators"])
                 return chunks
 

@@ -37,7 +37,14 @@ def parse(words: list[str] | None = None) -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     codecs = [parse_setting(text) for text in ("none", "int8", "int6", "taco", "none")]
-    add("--codecs", dest="settings", nargs="+", type=parse_setting, default=codecs, help=SETTINGS_HELP)
+    add(
+        "--codecs",
+        dest="settings",
+        nargs="+",
+        type=parse_setting,
+        default=codecs,
+        help=SETTINGS_HELP,
+    )
     add("--regimes", nargs="+", choices=REGIMES, default=["nvlink", "pcie"])
     add("--shape", choices=[name for name in SHAPES if name != "thin"], default="1.75b")
     add("--tokens", nargs="+", type=int, default=[4096, 8192], help="lengths of the prompt")
@@ -56,11 +63,24 @@ def run(options: Namespace) -> None:
         for _, together in groupby(options.settings, lambda setting: setting.flags):
             settings = list(together)
             first = max(settings, key=lambda one: one.specs != ("none",))
-            words = [*MODEL.split(), *SHAPES[options.shape].split(), *first.words("tensor"), *options.extra]
+            words = [
+                *MODEL.split(),
+                *SHAPES[options.shape].split(),
+                *first.words("tensor"),
+                *options.extra,
+            ]
             words += ["--micro-batch-size", 1, "--global-batch-size", 1, "--train-iters", 1]
-            words += ["--seq-length", max(options.tokens), "--max-position-embeddings", max(options.tokens)]
+            words += [
+                "--seq-length",
+                max(options.tokens),
+                "--max-position-embeddings",
+                max(options.tokens),
+            ]
             words += ["--tensor-model-parallel-size", options.tensor_parallel]
-            order = {"settings": [one.words("tensor") for one in settings], "tokens": options.tokens}
+            order = {
+                "settings": [one.words("tensor") for one in settings],
+                "tokens": options.tokens,
+            }
             run = {"shape": options.shape, "ranks": options.tensor_parallel, "regime": regime}
             run["flags"] = shlex.join(map(str, words))
 
@@ -76,7 +96,9 @@ def run(options: Namespace) -> None:
 
             environment = {**REGIMES[regime], _ORDER: json.dumps(order), **first.environment}
             try:
-                torchrun(options.tensor_parallel, __file__, words, show, options.limit, **environment)
+                torchrun(
+                    options.tensor_parallel, __file__, words, show, options.limit, **environment
+                )
             except RuntimeError as error:
                 print(f"error: {regime}, {first.text}: {error}", file=sys.stderr, flush=True)
                 failed = True
@@ -114,7 +136,9 @@ def worker() -> None:
             for number, one in enumerate(rules):
                 policy.rules = one
                 for tokens in order["tokens"]:
-                    _prompt(model[0].eval(), args.padded_vocab_size, tokens, compression.ledger, number)
+                    _prompt(
+                        model[0].eval(), args.padded_vocab_size, tokens, compression.ledger, number
+                    )
             return 0, 0
 
         args.do_valid = args.do_test = False
@@ -129,7 +153,9 @@ def _prompt(model, vocabulary: int, tokens: int, ledger, setting: int) -> None:
     import torch.distributed as dist
     from megatron.core.utils import get_attr_wrapped_model
 
-    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(
+        0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)
+    ).cuda()
     places = torch.arange(tokens, device=ids.device)[None]
     output = get_attr_wrapped_model(model, "output_layer")
     last = output.register_forward_pre_hook(lambda layer, given: (given[0][-1:], *given[1:]))
@@ -155,9 +181,18 @@ def _prompt(model, vocabulary: int, tokens: int, ledger, setting: int) -> None:
             if number >= WARM_UP:
                 times.append((time.perf_counter() - begin) * 1e3)
                 hosts.append(host * 1e3)
-        row = {"setting": setting, "tokens": tokens, "graphs": graphs, "host_ms": statistics.median(hosts)}
+        row = {
+            "setting": setting,
+            "tokens": tokens,
+            "graphs": graphs,
+            "host_ms": statistics.median(hosts),
+        }
         row |= {"milliseconds": statistics.median(times), "least": min(times), "most": max(times)}
-        row |= dict(zip(("sent", "plain"), (b - a for a, b in zip(before, sent(), strict=True)), strict=True))
+        row |= dict(
+            zip(
+                ("sent", "plain"), (b - a for a, b in zip(before, sent(), strict=True)), strict=True
+            )
+        )
         if dist.get_rank() == 0:
             print(_ROW, json.dumps(row), flush=True)
 

@@ -17,7 +17,9 @@ import shutil
 import sys
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a conversion only moves bytes: host memory holds larger models
+os.environ["CUDA_VISIBLE_DEVICES"] = (
+    ""  # a conversion only moves bytes: host memory holds larger models
+)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.compression import startup
 from megatron.compression.errors import InputError, one_line_errors
@@ -38,7 +40,9 @@ def import_model(folder: Path, save: str, dtype: str | None) -> None:
     config = models.read_config(folder)
     dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise InputError(f"weights of {dtype} are not covered; --dtype is one of {', '.join(DTYPES)}")
+        raise InputError(
+            f"weights of {dtype} are not covered; --dtype is one of {', '.join(DTYPES)}"
+        )
     with weights.built(str(folder), DTYPES[dtype]) as session:
         weights.read(session.chunks[0], models.model_from_config(config), folder)
         session.args.save = save
@@ -49,13 +53,17 @@ def import_model(folder: Path, save: str, dtype: str | None) -> None:
 def export_model(load: str, like: Path, folder: Path, dtype: str | None) -> None:
     """A Megatron checkpoint's newest iteration to a Hugging Face folder, its other files as in ``like``."""
     if (folder / "config.json").exists():
-        raise InputError(f"--hf-dir {folder} holds a model already; choose another folder or empty it")
+        raise InputError(
+            f"--hf-dir {folder} holds a model already; choose another folder or empty it"
+        )
     config = models.read_config(like)
     tracker = Path(load, "latest_checkpointed_iteration.txt")
     newest = tracker.read_text().strip() if tracker.is_file() else "0"
     iteration = Path(load, newest if newest == "release" else f"iter_{int(newest):07d}")
     if not (iteration / "metadata.json").is_file():
-        raise InputError(f"--load {load}: no torch_dist checkpoint; save with --ckpt-format torch_dist")
+        raise InputError(
+            f"--load {load}: no torch_dist checkpoint; save with --ckpt-format torch_dist"
+        )
     held = load_common_state_dict(str(iteration))["args"].params_dtype
     config["torch_dtype"] = dtype or str(held).removeprefix("torch.")
     config.pop("dtype", None)  # transformers 5 has it as well
@@ -75,17 +83,30 @@ def export_model(load: str, like: Path, folder: Path, dtype: str | None) -> None
 def main() -> None:
     """Run the command. Bad input ends it with one line."""
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--hf-dir", required=True, type=Path, help="folder with config.json and safetensors")
+    common.add_argument(
+        "--hf-dir", required=True, type=Path, help="folder with config.json and safetensors"
+    )
     common.add_argument("--dtype", choices=DTYPES, help="default: as the source has it")
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("import", parents=[common], help="Hugging Face to Megatron").add_argument
+    add = commands.add_parser(
+        "import", parents=[common], help="Hugging Face to Megatron"
+    ).add_argument
     add("--save", required=True, help="folder of the Megatron checkpoint")
-    add = commands.add_parser("export", parents=[common], help="Megatron to Hugging Face").add_argument
+    add = commands.add_parser(
+        "export", parents=[common], help="Megatron to Hugging Face"
+    ).add_argument
     add("--load", required=True, help="folder of the Megatron checkpoint")
-    add("--like", required=True, type=Path, help="folder with the model's config.json and its tokenizer")
+    add(
+        "--like",
+        required=True,
+        type=Path,
+        help="folder with the model's config.json and its tokenizer",
+    )
     given = parser.parse_args()
     with one_line_errors():
         if given.command == "import":

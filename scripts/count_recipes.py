@@ -106,12 +106,20 @@ def main() -> None:
     print("| recipes | with | start | what stops the others |\n|---|---|---|---|")
     for label, package in (("performance", "perf_recipes"), ("library", "recipes")):
         made = list(recipes(package))
-        for dimension, field in (("TP", "tensor_model_parallel_size"), ("EP", "expert_model_parallel_size")):
-            several = [cfg for _, cfg in made if (getattr(getattr(cfg, "model", None), field, 1) or 1) > 1]
+        for dimension, field in (
+            ("TP", "tensor_model_parallel_size"),
+            ("EP", "expert_model_parallel_size"),
+        ):
+            several = [
+                cfg for _, cfg in made if (getattr(getattr(cfg, "model", None), field, 1) or 1) > 1
+            ]
             stops = Counter(refusal(cfg, dimension) for cfg in several)
             starts = stops.pop(None, 0)
             reasons = ", ".join(f"{reason} {count}" for reason, count in stops.most_common())
-            print(f"| {label} | {dimension} > 1 | {starts} of {len(several)} | {reasons} |", flush=True)
+            print(
+                f"| {label} | {dimension} > 1 | {starts} of {len(several)} | {reasons} |",
+                flush=True,
+            )
         for name, error in (row for row in made if isinstance(row[1], Exception)):
             print(f"not made: {name} ({error!r:.90})", file=sys.stderr)
 

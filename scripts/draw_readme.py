@@ -22,7 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "results" / "today.csv"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "choosing.md")
-LINKS = {"nvlink": "grey", "pcie": "teal", "ethernet": "chocolate", "25gbit": "olive", "10gbit": "green"}
+LINKS = {
+    "nvlink": "grey",
+    "pcie": "teal",
+    "ethernet": "chocolate",
+    "25gbit": "olive",
+    "10gbit": "green",
+}
 MODELS = {"1.75b": "8 layers of 4096", "thin": "{} layers of 2048", "qwen2.5-7b": "Qwen2.5-7B"}
 MODELS["qwen3-30b-a3b"] = "4 layers of Qwen3-30B-A3B"
 MODES = {"none": "eager", "full_iteration": "graphs", "local": "graphs of layers"}
@@ -45,7 +51,9 @@ def place(row: dict) -> tuple[str, ...]:
     for what in ("layers", "experts"):
         numbers = re.findall(rf"--num-{what} (\d+)", flags)
         model = f"{numbers[-1]} {what} of {model}" if len(numbers) > 1 else model.format(*numbers)
-    micro, length = (re.findall(rf"--{name} (\d+)", flags)[-1] for name in ("micro-batch-size", "seq-length"))
+    micro, length = (
+        re.findall(rf"--{name} (\d+)", flags)[-1] for name in ("micro-batch-size", "seq-length")
+    )
     batch = f"{micro} x {row.get('tokens', length)}"
     return row.get("row", ""), row["regime"], ", ".join(layout), mode, model, batch
 
@@ -61,9 +69,13 @@ def measured(rows: list[dict], **stamp: str) -> list[dict]:
         base = sum(one["milliseconds"] for one in none) / len(none)
         times = base, min(one["least"] for one in none), max(one["most"] for one in none)
         times += row["milliseconds"], row["least"], row["most"]
-        cells = dict(zip((*KEY, *TIMES), (*place(row)[1:], codec, *map("{:.1f}".format, times)), strict=True))
+        cells = dict(
+            zip((*KEY, *TIMES), (*place(row)[1:], codec, *map("{:.1f}".format, times)), strict=True)
+        )
         cells["layout"] += ", one GPU a node" * (NODE in row["codec"])
-        cells["memory"] = ", ".join(f"{size / 1e9:.1f}" for size in row.get("peak_memory", {}).values())
+        cells["memory"] = ", ".join(
+            f"{size / 1e9:.1f}" for size in row.get("peak_memory", {}).values()
+        )
         result.append(cells | stamp)
     return result
 
@@ -75,7 +87,9 @@ def merged(rows: list[dict]) -> list[dict]:
         none, none_least, none_most, ms, least, most = (float(row[name]) for name in TIMES)
         speeds = {"speed": none / ms, "low": none_least / most, "high": none_most / least}
         row |= {name: f"{value:.2f}" for name, value in speeds.items()}
-    return [last[key] for key in sorted(last, key=lambda key: ([*LINKS, key[0]].index(key[0]), *key))]
+    return [
+        last[key] for key in sorted(last, key=lambda key: ([*LINKS, key[0]].index(key[0]), *key))
+    ]
 
 
 def filled(text: str, rows: list[dict]) -> str:
@@ -135,7 +149,9 @@ if __name__ == "__main__":
     parser.add_argument("--add", type=Path, nargs="+", default=[], help="rows of benchmarks")
     parser.add_argument("--machine", default="", help="where they were measured")
     given = parser.parse_args()
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
+    ).strip()
     stamp = {"machine": given.machine, "date": time.strftime("%Y-%m-%d"), "commit": commit}
     with FILE.open(newline="") as stream:
         rows = list(csv.DictReader(stream))

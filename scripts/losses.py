@@ -66,7 +66,9 @@ PARALLEL = {
 def parse_args() -> argparse.Namespace:
     """The command line; ``dimension`` and ``ranks`` say what is parallel."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group(required=True)
@@ -84,7 +86,9 @@ def parse_args() -> argparse.Namespace:
     limit = "seconds: start no run that would end later, by the longest so far"
     add("--time-limit", type=float, default=math.inf, help=limit)
     options, options.extra = parser.parse_known_args()
-    options.dimension = next(name for name in FLAGS if getattr(options, f"{name}_parallel") is not None)
+    options.dimension = next(
+        name for name in FLAGS if getattr(options, f"{name}_parallel") is not None
+    )
     options.ranks = getattr(options, f"{options.dimension}_parallel")
     config = getattr(CompressionConfig(), f"{options.dimension}_parallel")
     fields = "compression", "weights" if options.dimension == "data" else "backward"
@@ -135,7 +139,9 @@ def train_missing(
 def table(results: list[dict], baseline: str) -> str:
     """Markdown, one row a run: losses, and by class of traffic the megabytes of an iteration and their
     share of the uncompressed ones."""
-    traffic = list(dict.fromkeys(name for result in results for name in result["bytes_per_iteration"]))
+    traffic = list(
+        dict.fromkeys(name for result in results for name in result["bytes_per_iteration"])
+    )
     traffic = [name for name in traffic if not name.endswith(".other")]
     columns = ["setting", "seed", "validation loss", f"against {baseline}", "test loss"]
     columns += [text for name in traffic for text in (f"{name} MB", "of uncompressed")]
@@ -153,11 +159,15 @@ def table(results: list[dict], baseline: str) -> str:
         lines.append(cells)
     losses = [result["validation_loss"] for result in results if result["setting"] == baseline]
     noise = max(losses, default=1.0) / min(losses, default=1.0) - 1
-    note = f"A seed alone changes the validation loss of {baseline} by {noise:.2%}." if noise else ""
+    note = (
+        f"A seed alone changes the validation loss of {baseline} by {noise:.2%}." if noise else ""
+    )
     return "\n".join([*markdown(*lines), "", note]) + "\n"
 
 
-def train(setting: BenchSetting, run: dict, data: dict[str, str], options: argparse.Namespace) -> dict:
+def train(
+    setting: BenchSetting, run: dict, data: dict[str, str], options: argparse.Namespace
+) -> dict:
     """One training; what is kept of its report. Raises: RuntimeError: it failed."""
     name = "".join(c if c.isalnum() or c in ".=" else "-" for c in setting.text)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-{run['seed']}-", dir=options.output))
@@ -186,7 +196,13 @@ def train(setting: BenchSetting, run: dict, data: dict[str, str], options: argpa
         torchrun(options.ranks, "pretrain_gpt.py", words, show, **environment)
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]
     print(f"{setting.text}, seed {run['seed']}: {summary['validation_loss']:.4f}", flush=True)
-    kept = ("validation_loss", "test_loss", "last_loss", "bytes_per_iteration", "milliseconds_per_iteration")
+    kept = (
+        "validation_loss",
+        "test_loss",
+        "last_loss",
+        "bytes_per_iteration",
+        "milliseconds_per_iteration",
+    )
     return {key: summary[key] for key in kept} | {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -216,7 +232,10 @@ def main() -> None:
     tiny = options.model == "tiny"
     text, megabytes, vocabulary = ("stdlib", 8, 2048) if tiny else ("site-packages", 90, 16384)
     data = prepare(folder, text, options.corpus_mb or megabytes, vocabulary)
-    common, settings = common_of(options, data), {setting.text: setting for setting in options.settings}
+    common, settings = (
+        common_of(options, data),
+        {setting.text: setting for setting in options.settings},
+    )
     planned = plan(list(settings), options.seeds, options.noise_seed)
     runs = [{**common, "setting": text, "seed": seed} for text, seed in planned]
 

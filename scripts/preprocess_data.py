@@ -39,7 +39,11 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     add("--input", nargs="+", required=True, help="JSONL files or patterns, one JSON object a line")
     add("--json-keys", nargs="+", default=["text"], help="keys to tokenize, one dataset each")
     add("--output-prefix", required=True, help="writes PREFIX_KEY_document.{bin,idx}")
-    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add(
+        "--append-eod",
+        action="store_true",
+        help="end every document with the end-of-document token",
+    )
     add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
     no_effect = ["padded_vocab_size", "pad_vocab_size", "vocab_extra_ids"]  # of a model's embedding
     ArgumentGroupFactory(TokenizerConfig, exclude=no_effect).build_group(parser, "tokenizer")
@@ -62,12 +66,16 @@ def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
         size, eod = tokenizer.vocab_size, [tokenizer.eod] if args.append_eod else []
     except Exception as error:  # each tokenizer library raises its own types
         what = f"--tokenizer-type {args.tokenizer_type}: the tokenizer cannot be built"
-        raise InputError(f"{what} ({type(error).__name__}: {error}); check its flags and files") from error
+        raise InputError(
+            f"{what} ({type(error).__name__}: {error}); check its flags and files"
+        ) from error
 
     def encode(line: tuple[str, int, bytes]) -> list[list[int]]:
         try:
             record = json.loads(line[2].decode("utf-8-sig"))
-            found = [tokenizer.tokenize(record[key]) if record[key] else [] for key in args.json_keys]
+            found = [
+                tokenizer.tokenize(record[key]) if record[key] else [] for key in args.json_keys
+            ]
             if any(not 0 <= i < size for ids in found for i in ids):
                 raise ValueError(f"a token is not below the vocabulary's size {size}")
         except (ValueError, KeyError, TypeError) as error:
@@ -88,14 +96,18 @@ def lines_of(patterns: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
             raise InputError(f"--input {pattern}: no such file; give JSONL files or patterns")
         for path in paths:
             with open(path, "rb") as stream:
-                yield from ((path, number, line) for number, line in enumerate(stream, 1) if line.strip())
+                yield from (
+                    (path, number, line) for number, line in enumerate(stream, 1) if line.strip()
+                )
 
 
 def _work(lines: Sequence[tuple]) -> list[list[list[int]]]:
     return [_work.encode(line) for line in lines]  # a worker has it by the fork
 
 
-def documents_of(encode: Callable, lines: Iterator[tuple], workers: int) -> Iterator[list[list[int]]]:
+def documents_of(
+    encode: Callable, lines: Iterator[tuple], workers: int
+) -> Iterator[list[list[int]]]:
     """The token ids of each line, in order. Raises: InputError: of a line; a worker was killed."""
     if workers < 2:
         yield from map(encode, lines)
@@ -107,7 +119,9 @@ def documents_of(encode: Callable, lines: Iterator[tuple], workers: int) -> Iter
                 for documents in pool.map(_work, batches):
                     yield from documents
         except BrokenProcessPool as error:
-            raise InputError(f"--workers {workers}: one was killed, for memory perhaps; use fewer") from error
+            raise InputError(
+                f"--workers {workers}: one was killed, for memory perhaps; use fewer"
+            ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,7 +153,9 @@ def write(args: Namespace) -> None:
                 counts[prefix] = [counts[prefix][0] + 1, counts[prefix][1] + len(ids)]
     for prefix, (documents, tokens) in counts.items():
         if not documents:
-            raise InputError(f"--input {' '.join(args.input)}: no text for {prefix}; see --json-keys")
+            raise InputError(
+                f"--input {' '.join(args.input)}: no text for {prefix}; see --json-keys"
+            )
         builders[prefix].finalize(f"{prefix}.idx")
         print(f"{prefix}: {documents} documents, {tokens} tokens", flush=True)
 

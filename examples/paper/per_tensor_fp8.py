@@ -36,5 +36,7 @@ class PerTensorFp8(Codec):
     def decode(self, payloads, shape, dtype) -> torch.Tensor:
         """uint8 ``[rows, values + 4]`` to ``[rows, *shape]`` of ``dtype``."""
         codes = payloads[:, :-4].contiguous().view(torch.float8_e4m3fn)
-        scale = payloads[:, -4:].clone(memory_format=torch.contiguous_format)  # it may begin at any byte
+        scale = payloads[:, -4:].clone(
+            memory_format=torch.contiguous_format
+        )  # it may begin at any byte
         return (codes.float() * scale.view(torch.float32)).view(len(payloads), *shape).to(dtype)

@@ -9,7 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.compression.codecs import Codec, parse_codec, register_codec, register_gradient_compressor
+    from megatron.compression.codecs import (
+        Codec,
+        parse_codec,
+        register_codec,
+        register_gradient_compressor,
+    )
     from megatron.compression.communication import (
         TorchTransport,
         Work,
@@ -20,7 +25,11 @@ if TYPE_CHECKING:
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.compression import Compression, attach
     from megatron.compression.config import CompressionConfig
-    from megatron.compression.data_parallel.compressor import GradientBucket, GradientCompressor, GradientSync
+    from megatron.compression.data_parallel.compressor import (
+        GradientBucket,
+        GradientCompressor,
+        GradientSync,
+    )
     from megatron.compression.errors import CompressionConfigError
     from megatron.compression.setup import add_arguments, enable
 

@@ -71,7 +71,9 @@ def attach(
         check_report_directory(config.report, resuming=cfg.checkpoint.load is not None)
         compressor = config.data_parallel.compressor
     if config.auto or config.caat_net.enabled:
-        raise CompressionConfigError("auto and caat_net need pretrain_gpt.py; drop them in Megatron-Bridge")
+        raise CompressionConfigError(
+            "auto and caat_net need pretrain_gpt.py; drop them in Megatron-Bridge"
+        )
     if compressor is not None and compressor.has_memory:
         raise CompressionConfigError(
             f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge calls nobody "
@@ -118,7 +120,9 @@ def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
         settings[name], places[name] = settings[field], places[field]
     if not settings.get("expert_tensor_parallel_size"):
         settings["expert_tensor_parallel_size"] = settings["tensor_model_parallel_size"]
-    flags = {f"--{name.replace('_', '-')}": place for name, place in places.items() if name[0] != "_"}
+    flags = {
+        f"--{name.replace('_', '-')}": place for name, place in places.items() if name[0] != "_"
+    }
     return Namespace(**settings), flags
 
 
@@ -132,9 +136,13 @@ def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Names
     settings, names = megatron_settings(cfg)
     with renaming(OUR_NAMES | names), naming_flags():
         if cfg.dist.use_decentralized_pg:
-            raise CompressionConfigError("cfg.dist.use_decentralized_pg has groups not covered here; drop it")
+            raise CompressionConfigError(
+                "cfg.dist.use_decentralized_pg has groups not covered here; drop it"
+            )
         if config.tensor_parallel.enabled and settings.tp_comm_overlap:
-            raise CompressionConfigError("--tp-comm-overlap was set after bridge.attach; set it before that")
+            raise CompressionConfigError(
+                "--tp-comm-overlap was set after bridge.attach; set it before that"
+            )
         config = replace(config, data_parallel=config.data_parallel.resolved(settings))
         config.check(settings)
     return config, settings
@@ -164,7 +172,11 @@ class BridgeCompression:
         if config.report or config.error_bound is not None:
             compression.run.policy.meter.interval = interval
         graphs.follow(settings, compression.run, say)
-        kept = {k: v for k, v in vars(settings).items() if isinstance(v, bool | int | float | str | None)}
+        kept = {
+            k: v
+            for k, v in vars(settings).items()
+            if isinstance(v, bool | int | float | str | None)
+        }
         self._reporter = Reporter(
             compression.ledger,
             compression.run.policy.meter,
@@ -172,7 +184,9 @@ class BridgeCompression:
             settings={"compression": config.asdict(), "megatron": kept},
             directory=config.report,
             train_iters=lambda: self.cfg.train.train_iters,
-            track=lambda *row: track(self._state.tensorboard_logger, self._state.wandb_logger, *row),
+            track=lambda *row: track(
+                self._state.tensorboard_logger, self._state.wandb_logger, *row
+            ),
             small_hint=f"min_mb={config.tensor_parallel.min_bytes / 2**20:g}",
             clock=lambda: self._seconds,
         )
@@ -195,7 +209,9 @@ class BridgeCompression:
     def on_train_start(self, context: Any) -> None:
         """Continue as the run that saved the checkpoint, if one was loaded."""
         if self.compression is None:
-            raise CompressionConfigError("pretrain has another cfg than bridge.attach: give both one object")
+            raise CompressionConfigError(
+                "pretrain has another cfg than bridge.attach: give both one object"
+            )
         self._state = context.state
         folder, iteration = self.cfg.checkpoint.load, self._iteration()
         if iteration and folder:
@@ -217,7 +233,9 @@ class BridgeCompression:
         for line in self._audit.finish():
             print_on_first_rank(f"compression: {line}")
         iteration = self._iteration() + 1
-        self._reporter.on_training_log(iteration, {} if context.skipped_iter else context.loss_dict or {})
+        self._reporter.on_training_log(
+            iteration, {} if context.skipped_iter else context.loss_dict or {}
+        )
         self.compression.on_training_log(iteration, self.cfg.logger.log_interval)
 
     def on_train_end(self, context: Any) -> None:

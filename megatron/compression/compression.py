@@ -66,7 +66,9 @@ class Compression:
         ledger, meter = Ledger(), ErrorMeter(config.error_bound)
         rules, iteration = config.rules(train_iters), iteration or (lambda: self.steps)
         policy = Policy(rules, ledger, iteration, config.validate_uncompressed, meter)
-        self.run = Run(policy, ledger, transports=Transports(config.transport, config.communicators))
+        self.run = Run(
+            policy, ledger, transports=Transports(config.transport, config.communicators)
+        )
         tensor_parallel = TensorParallel(config.tensor_parallel, self.run, say)
         tensor_parallel.broadcasts_batch = broadcasts_batch
         self.gradients = Gradients(config.data_parallel, self.run, say)
@@ -135,7 +137,11 @@ class Compression:
                 "DistributedDataParallel has wrapped the chunks"
             )
         later = any(rule.codecs and rule.start_iteration for rule in self.run.policy.rules.values())
-        if later and not self._told and any(sent for sent, _ in self.ledger.totals()["dp.gradient"].values()):
+        if (
+            later
+            and not self._told
+            and any(sent for sent, _ in self.ledger.totals()["dp.gradient"].values())
+        ):
             raise CompressionConfigError(
                 "compression never begins, since no iteration is counted: call compression.step() after each "
                 "iteration, or give attach(iteration=...)"

@@ -80,7 +80,10 @@ class CompressionConfig:
 
     def _validate(self) -> None:
         choices, bound = get_args(TransportChoice), self.error_bound
-        known, finite = self.transport in choices, bound is None or (math.isfinite(bound) and bound > 0)
+        known, finite = (
+            self.transport in choices,
+            bound is None or (math.isfinite(bound) and bound > 0),
+        )
         budget = 0 if self.loss_budget is None else self.loss_budget
         for name, valid, wanted in (
             ("transport", known, f"is unknown; choose one of {', '.join(choices)}"),
@@ -104,23 +107,40 @@ class CompressionConfig:
         undecided = bool(self.auto)
         activations = undecided or any(getattr(self, part).enabled for part in ACTIVATIONS)
         sites = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
-        rows = self.data_parallel.enabled or self.expert_parallel.enabled  # which no fused kernel sends
+        rows = (
+            self.data_parallel.enabled or self.expert_parallel.enabled
+        )  # which no fused kernel sends
         fused = self.transport == "symmetric"
         layers = "--taco or --cp-compression"
         senders = layers if fused else "--taco, --cp-, --ep- or --dp-compression"
         evaluated = "--taco, --pp-compression or --ep-compression"
-        transport, transported = f"--compression-transport {self.transport}", sites or (rows and not fused)
+        transport, transported = (
+            f"--compression-transport {self.transport}",
+            sites or (rows and not fused),
+        )
         least = any(part.min_mb is not None for part in self.dimensions)
         for given, needed, flag, fix in (
             (least, self.enabled or undecided, "--compression-min-mb", "--taco"),
-            (self.loss_budget is not None, undecided, "--compression-loss-budget", "--compression auto"),
+            (
+                self.loss_budget is not None,
+                undecided,
+                "--compression-loss-budget",
+                "--compression auto",
+            ),
             (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
             (self.error_bound, sites, "--compression-error-bound", layers),
-            (self.start_iteration, self.enabled or undecided, "--compression-start-iteration", "--taco"),
+            (
+                self.start_iteration,
+                self.enabled or undecided,
+                "--compression-start-iteration",
+                "--taco",
+            ),
             (self.transport != "auto", transported, transport, senders),
         ):
             if given and not needed:
-                raise CompressionConfigError(f"{flag} given, but nothing uses it; add {fix}, or drop it")
+                raise CompressionConfigError(
+                    f"{flag} given, but nothing uses it; add {fix}, or drop it"
+                )
 
     @property
     def dimensions(self) -> list[DimensionConfig]:
@@ -160,7 +180,9 @@ class CompressionConfig:
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
         settings = vars(args)
-        settings |= {one: False for one in settings if one.startswith("tp_comm_") and settings[one] is True}
+        settings |= {
+            one: False for one in settings if one.startswith("tp_comm_") and settings[one] is True
+        }
         return [
             "--tp-comm-overlap is switched off: userbuffers send past the codecs, and kept without them they "
             "took 311 to 381 ms an iteration and a gradient norm of 92, where NCCL took 284 ms and had 1"
@@ -171,7 +193,10 @@ class CompressionConfig:
         lines = [line for part in self.dimensions for line in part.lines(args)]
         lines += self.caat_net.lines(args)
         lines += graphs.lines(args, self)
-        for name, number in ((COMMUNICATORS, self.communicators), (NODE_SIZE, self.data_parallel.node_size)):
+        for name, number in (
+            (COMMUNICATORS, self.communicators),
+            (NODE_SIZE, self.data_parallel.node_size),
+        ):
             if number:
                 lines.append(f"{name}={number}")
         if self.enabled and self.start_iteration:
@@ -192,19 +217,25 @@ def from_environment(name: str) -> int | None:
     for given in os.environ.keys() - _VARIABLES.keys():
         if given.startswith("MEGATRON_COMPRESSION_"):
             (near,) = difflib.get_close_matches(given, _VARIABLES, n=1, cutoff=0.0)
-            raise CompressionConfigError(f"{given} is unknown; did you mean {near}? If not, unset it")
+            raise CompressionConfigError(
+                f"{given} is unknown; did you mean {near}? If not, unset it"
+            )
     text = os.environ.get(name, "")
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise CompressionConfigError(f"{name}={text} must be a number >= 1; unset it for the default")
+        raise CompressionConfigError(
+            f"{name}={text} must be a number >= 1; unset it for the default"
+        )
     return int(text)
 
 
 def train_iterations(args: Namespace) -> int | None:
     """How long the run is; None where Megatron's flags leave it open."""
     iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
-    growing = getattr(args, "step_batch_size_schedule", None)  # global_batch_size is another one then
+    growing = getattr(
+        args, "step_batch_size_schedule", None
+    )  # global_batch_size is another one then
     if iterations or not samples or not args.global_batch_size or growing:
         return iterations
     return samples // args.global_batch_size

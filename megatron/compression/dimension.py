@@ -160,7 +160,9 @@ class DimensionConfig:
             if hasattr(self, "backward"):
                 object.__setattr__(self, "backward", other)
             if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-                raise CompressionConfigError(f"--compression-min-mb {self.min_mb} is no number of MiB >= 0")
+                raise CompressionConfigError(
+                    f"--compression-min-mb {self.min_mb} is no number of MiB >= 0"
+                )
             self.validate()
 
     def validate(self) -> None:
@@ -253,6 +255,8 @@ class SentOnce(DimensionConfig):
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
         return {
-            f"{self.traffic}.{way}": Rule(codec, self.min_bytes, start_iteration=start_iteration or 0)
+            f"{self.traffic}.{way}": Rule(
+                codec, self.min_bytes, start_iteration=start_iteration or 0
+            )
             for way, codec in (("forward", self.forward_codec), ("backward", self.backward_codec))
         }

@@ -91,11 +91,15 @@ def fail(message: str) -> None:
 
 def end_with_one_line() -> None:
     """Let an ``InputError`` that the script does not catch end it with its line; others keep their trace."""
-    if getattr(sys.excepthook, "func", None) is not _one_line:  # once, however many parsers are made
+    if (
+        getattr(sys.excepthook, "func", None) is not _one_line
+    ):  # once, however many parsers are made
         sys.excepthook = partial(_one_line, sys.excepthook)
 
 
-def _one_line(show: Callable, kind: type[BaseException], error: BaseException, trace: object) -> None:
+def _one_line(
+    show: Callable, kind: type[BaseException], error: BaseException, trace: object
+) -> None:
     line = explain(error) if isinstance(error, InputError) else None
     if line is not None:
         sys.stderr = sys.__stderr__  # torch.distributed's hook collects what is printed under it
@@ -117,7 +121,9 @@ def explains(*functions: str) -> Callable[[Explanation], Explanation]:
 def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     """One line for an exception that the command line, a full disk or a lost peer caused, else None."""
     if isinstance(error, InputError):
-        return str(error).split(" when instantiating ")[0]  # what megatron-core adds, module by module
+        return str(error).split(" when instantiating ")[
+            0
+        ]  # what megatron-core adds, module by module
     for frame in traceback.extract_tb(error.__traceback__):
         explanation = _EXPLANATIONS.get(frame.name)
         if explanation is not None and (line := explanation(error, args)):

@@ -72,7 +72,11 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         if len(paths) == 2:
             metavar = ("SPEC", fields[1][0].name.upper())
             group.add_argument(
-                flag, nargs="+", action=_Specs, metavar=metavar, help=f"{texts[0]} {metavar[1]}: {texts[1]}"
+                flag,
+                nargs="+",
+                action=_Specs,
+                metavar=metavar,
+                help=f"{texts[0]} {metavar[1]}: {texts[1]}",
             )
         else:
             group.add_argument(flag, help=texts[0], **_options(flag, fields[0][0]))
@@ -108,7 +112,9 @@ def _all_dimensions(text: str) -> str:
         return text
     hint = f"; one codec for one kind of parallelism: --tp-compression {text}"
     known = CODECS.entry(text.partition(":")[0]) is not None
-    raise argparse.ArgumentTypeError(f"{text}: choose none, auto or taco-paper{hint if known else ''}")
+    raise argparse.ArgumentTypeError(
+        f"{text}: choose none, auto or taco-paper{hint if known else ''}"
+    )
 
 
 def _field(path: str) -> tuple[Field, str]:
@@ -138,7 +144,9 @@ def resolve(args: Namespace) -> CompressionConfig:
 
     Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
-    kinds: dict[str, Any] = {name: field.type for name, field in settings_of(CompressionConfig).items()}
+    kinds: dict[str, Any] = {
+        name: field.type for name, field in settings_of(CompressionConfig).items()
+    }
     parts: dict[str, dict[str, Any]] = {}
     for flag, paths in FLAGS.items():
         given = getattr(args, flag.strip("-").replace("-", "_"))
@@ -174,7 +182,9 @@ def _tensor_parallel_spec(args: Namespace, given: dict[str, Any]) -> str | None:
     if args.taco is None:
         return spec
     if spec not in (None, "taco"):
-        raise CompressionConfigError(f"--taco is --tp-compression taco, not {spec}; drop one of the two")
+        raise CompressionConfigError(
+            f"--taco is --tp-compression taco, not {spec}; drop one of the two"
+        )
     spec = f"taco:{args.taco}" if args.taco else "taco"
     with naming("--taco"):
         parse_codec(spec)

@@ -36,7 +36,9 @@ def _holds_experts(args: Namespace) -> bool:
 
 def held_by_layers(args: Namespace) -> set[str]:
     """Dimensions whose messages graphs of layers hold."""
-    return {"tensor_parallel", "context_parallel"} | ({"expert_parallel"} if _holds_experts(args) else set())
+    return {"tensor_parallel", "context_parallel"} | (
+        {"expert_parallel"} if _holds_experts(args) else set()
+    )
 
 
 def refuse_host_splits(args: Namespace, flag: str) -> None:
@@ -67,14 +69,20 @@ def refuse_later_decisions(args: Namespace, config: Any) -> None:
             f"{FULL}; raise --log-interval, or drop the bound"
         )
     parts = {name: getattr(config, name) for name in held_by_layers(args)} if by_layer(args) else {}
-    if not any(one.ranks(args) > 1 and (one.enabled or name in config.auto) for name, one in parts.items()):
+    if not any(
+        one.ranks(args) > 1 and (one.enabled or name in config.auto) for name, one in parts.items()
+    ):
         return
     # The iteration that is the policy's when layers are captured: Transformer Engine's before an iteration.
     eager = args.cuda_graph_warmup_steps if args.cuda_graph_impl == "transformer_engine" else 1
     start = config.start_iteration or 0
     fix = f"drop one of the two, or use {FULL}"
     for given, flag, reason in (
-        (start >= max(eager, 1), f"--compression-start-iteration {start}", "begins after the capture"),
+        (
+            start >= max(eager, 1),
+            f"--compression-start-iteration {start}",
+            "begins after the capture",
+        ),
         (config.error_bound, "--compression-error-bound", "decides after the capture"),
         (
             config.validate_uncompressed and args.cuda_graph_impl == "local",
@@ -94,9 +102,13 @@ def lines(args: Namespace, config: Any) -> list[str]:
     if args.cuda_graph_impl == "none" or not config.enabled:
         return []
     if config.error_bound is not None:
-        often = "the last iteration of each log interval runs without its CUDA graph, to measure errors"
+        often = (
+            "the last iteration of each log interval runs without its CUDA graph, to measure errors"
+        )
         return [f"{often}, and a graph is captured after it (--log-interval {args.log_interval})"]
-    report = "what a CUDA graph sends is measured in its first iteration alone, which runs without it"
+    report = (
+        "what a CUDA graph sends is measured in its first iteration alone, which runs without it"
+    )
     return [report] if config.report else []
 
 
@@ -118,7 +130,11 @@ class WholeIterations:
     def one_pass(self, run_pass: Callable[..., Any], wrapper: Any, **arguments: Any) -> Any:
         """One pass, or one replay, by megatron-core's wrapper; the same on all ranks."""
         stage = "validation" if arguments["forward_only"] else "training"
-        policy, passes, warm_up = self._run.policy, wrapper.curr_iteration, wrapper.cuda_graph_warmup_steps
+        policy, passes, warm_up = (
+            self._run.policy,
+            wrapper.curr_iteration,
+            wrapper.cuda_graph_warmup_steps,
+        )
         # One at least runs without a graph: what is sent for the first time sets up its kernels.
         first = min(0, warm_up - 1)
         if stage not in self._known:
@@ -132,10 +148,16 @@ class WholeIterations:
             passes.update(dict.fromkeys(passes, first))
             begun = f"from iteration {policy.iteration() + 1} on {stage} sends otherwise"
             self._say(f"compression: {begun}: CUDA graphs are captured again")
-        elif stage == "training" and policy.meter.bound and policy.meter.ends_interval(policy.iteration()):
+        elif (
+            stage == "training"
+            and policy.meter.bound
+            and policy.meter.ends_interval(policy.iteration())
+        ):
             done = {name: min(number, warm_up) for name, number in passes.items()}
             reset(wrapper)  # their memory is that of the iteration which measures
-            passes.update(done | {stage: min(done[stage], warm_up - 1)})  # neither captures nor replays
+            passes.update(
+                done | {stage: min(done[stage], warm_up - 1)}
+            )  # neither captures nor replays
         return run_pass(wrapper, **arguments)
 
 

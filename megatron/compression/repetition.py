@@ -55,7 +55,9 @@ class Repetition:
         return True
 
 
-def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[str], None]) -> None:
+def attach(
+    args: Namespace, config: CompressionConfig, run: Run, say: Callable[[str], None]
+) -> None:
     """Have training passes repeated in a run that has a lossless codec; else do nothing."""
     rules = run.policy.rules.items()  # updated weights are asked about at the optimizer's step
     codecs = [codec for name, rule in rules if name != "dp.weight" for codec in rule.codecs]
@@ -63,7 +65,9 @@ def attach(args: Namespace, config: CompressionConfig, run: Run, say: Callable[[
         return
     if args.cuda_graph_impl != "none":
         overflow.state = State.OFF
-        say("compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed")
+        say(
+            "compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed"
+        )
         return
     if reason := why_not(args, config, run):
         refuse_stages(config, reason)
@@ -77,7 +81,10 @@ def refuse_stages(config: CompressionConfig, reason: str) -> None:
     """Raises: CompressionConfigError: lossless codecs between stages; no pass can be repeated, for a
     reason."""
     stages = config.pipeline_parallel
-    if any(codec is not None and codec.lossless for codec in (stages.forward_codec, stages.backward_codec)):
+    if any(
+        codec is not None and codec.lossless
+        for codec in (stages.forward_codec, stages.backward_codec)
+    ):
         raise CompressionConfigError(
             f"{stages.flag} lossless repeats a pass with an overflow, which cannot be done here: {reason}; "
             "choose another codec"

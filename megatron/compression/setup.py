@@ -23,7 +23,12 @@ from megatron.compression.compression import STATE, Compression, groups_by_dimen
 from megatron.compression.config import train_iterations
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
 from megatron.compression.patches import gaps, loop, symbols
-from megatron.compression.report import Reporter, check_report_directory, megatron_seconds, megatron_track
+from megatron.compression.report import (
+    Reporter,
+    check_report_directory,
+    megatron_seconds,
+    megatron_track,
+)
 from megatron.compression.startup import checkpoints, checks  # noqa: F401  (they explain errors)
 from megatron.compression.startup.implementation import (
     describe,
@@ -151,7 +156,9 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Compr
         lambda chunks: repetition.attach(args, compression.config, compression.run, _log)
     )
     if model_config is not None and not is_covered(model_config.transformer):
-        _log("compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted")
+        _log(
+            "compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted"
+        )
     for line in [] if automatic else config.describe(args):
         _log(f"compression: {line}")
     return compression
@@ -166,9 +173,13 @@ def complete(model_config: GPTModelConfig, args: Namespace) -> None:
         model_config.rope_scaling_factor = args.rope_scaling_factor
 
 
-def _follow(args: Namespace, compression: Compression, reporter: Reporter, auto: Automatic | None) -> None:
+def _follow(
+    args: Namespace, compression: Compression, reporter: Reporter, auto: Automatic | None
+) -> None:
     """Call the parts of a run where Megatron's loop comes by."""
-    audit = BackendAudit(compression.ledger, lambda: groups_by_dimension(args.num_experts is not None))
+    audit = BackendAudit(
+        compression.ledger, lambda: groups_by_dimension(args.num_experts is not None)
+    )
     compression.on_attached(audit.start_with_first_forward)
 
     def on_training_log(iteration: int, losses: dict) -> None:

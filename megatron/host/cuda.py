@@ -80,14 +80,18 @@ def _peak() -> int:
 
 def _memory_stats() -> dict[str, int]:
     """For torch.cuda.memory_stats, read by --log-memory-to-tensorboard; unknown keys count 0."""
-    current = dict.fromkeys(("reserved_bytes.all.current", "allocated_bytes.all.current"), _resident())
+    current = dict.fromkeys(
+        ("reserved_bytes.all.current", "allocated_bytes.all.current"), _resident()
+    )
     return defaultdict(int, current, **{"allocated_bytes.all.peak": _peak()})
 
 
 def _properties() -> SimpleNamespace:
     """For torch.cuda.get_device_properties: compute capability 0.0, below every kernel's requirement."""
     memory = psutil.virtual_memory().total
-    return SimpleNamespace(name="cpu", major=0, minor=0, total_memory=memory, multi_processor_count=1)
+    return SimpleNamespace(
+        name="cpu", major=0, minor=0, total_memory=memory, multi_processor_count=1
+    )
 
 
 def _calling(function):
@@ -104,7 +108,9 @@ def install_devices() -> None:
     if "--use-megatron-fsdp" in sys.argv:
         raise InputError("--use-megatron-fsdp does not run without GPUs; use --use-torch-fsdp2")
     # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues here.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1")
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1"
+    )
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda, memory = torch.cuda, psutil.virtual_memory
     for why, functions in {
@@ -116,14 +122,22 @@ def install_devices() -> None:
             "get_device_name": lambda: "cpu",
         },
         "the memory report after the first iteration, and TensorBoard's memory scalars": {
-            **dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _resident),
+            **dict.fromkeys(
+                ("memory_allocated", "memory_reserved", "device_memory_used"), _resident
+            ),
             **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak),
             "memory_stats": _memory_stats,
             "mem_get_info": lambda: (memory().available, memory().total),
         },
         "timers, checkpointing and pipeline communication synchronise the device and empty its cache": (
             dict.fromkeys(
-                ("empty_cache", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"),
+                (
+                    "empty_cache",
+                    "reset_peak_memory_stats",
+                    "set_device",
+                    "set_stream",
+                    "synchronize",
+                ),
                 lambda: None,
             )
         ),
@@ -136,15 +150,40 @@ def install_devices() -> None:
         for name, function in functions.items():
             put(cuda, name, _calling(function), why)
     for name, cls in (("Stream", _Stream), ("Event", _Event)):
-        put(cuda, name, cls, "DDP initialisation and the overlap of communication use streams and events")
+        put(
+            cuda,
+            name,
+            cls,
+            "DDP initialisation and the overlap of communication use streams and events",
+        )
     for name in ("range_push", "range_pop"):
         put(cuda.nvtx, name, _calling(lambda: None), "--nvtx-ranges")
 
 
 # Factories that megatron.core and megatron.training call with device="cuda" (or a torch.device of it).
 FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
-    *("logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *(
+        "arange",
+        "as_tensor",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "eye",
+        "full",
+        "full_like",
+        "linspace",
+    ),
+    *(
+        "logspace",
+        "ones",
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+    ),
     *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
 )
 
@@ -188,7 +227,9 @@ def _install_tensors() -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         with warnings.catch_warnings(action="ignore"):  # torch warns of such a replacement
             for name in ("mm", "addmm", "bmm", "baddbmm"):
-                _ATEN.impl(name, functools.partial(_in_fp32, getattr(torch.ops.aten, name).out), "CPU")
+                _ATEN.impl(
+                    name, functools.partial(_in_fp32, getattr(torch.ops.aten, name).out), "CPU"
+                )
     _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
     for name in FACTORIES:
         replace(torch, name, (), _on_cpu)

@@ -50,7 +50,9 @@ def install_core() -> None:
     cuda.install_tracker(tracker)
     from megatron.core.transformer.moe import token_dispatcher
 
-    around(token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy"), _as_numpy_from_here)
+    around(
+        token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy"), _as_numpy_from_here
+    )
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
 
     on_cpu = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
@@ -60,7 +62,9 @@ def install_core() -> None:
 def _load(name: str):
     """Import a Megatron module with torch.compile as the identity: `jit_fuser` applies it to small functions,
     which on CPU costs seconds of C++ compilation in each process and gains nothing."""
-    if "megatron.core.jit" in sys.modules:  # too late for the import below: leave the functions uncompiled
+    if (
+        "megatron.core.jit" in sys.modules
+    ):  # too late for the import below: leave the functions uncompiled
         importlib.import_module("torch._dynamo").config.disable = True
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -121,5 +125,7 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
         said.append("running without CUDA: --cuda-graph-impl none")
     if args.profile and not args.use_pytorch_profiler:
         args.profile = False
-        said.append("running without CUDA: no --profile (Nsight follows CUDA; --use-pytorch-profiler works)")
+        said.append(
+            "running without CUDA: no --profile (Nsight follows CUDA; --use-pytorch-profiler works)"
+        )
     return said

@@ -20,7 +20,9 @@ NODES = 2
 """That the ranks are on: SDP4Bit sends 8 bits inside of them and 4 between them."""
 
 
-def sum_gradients(rows: Tensor, hops: tuple[Codec, Codec], scale: float, unsharded: bool = False) -> Tensor:
+def sum_gradients(
+    rows: Tensor, hops: tuple[Codec, Codec], scale: float, unsharded: bool = False
+) -> Tensor:
     """fp32 [n], ``scale`` times the sum of the ranks' gradients [RANKS, n], n a multiple of 4096, by the
     codecs inside a node and between nodes; ``unsharded``: the sum is encoded once more, to be gathered."""
     first, last = hops

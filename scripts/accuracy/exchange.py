@@ -62,7 +62,9 @@ class Exchange:
             return x.clone()
         batch = x.view(-1, sequence, x.shape[1])
         messages = batch.view(-1, min(MICRO_BATCH, len(batch)), *batch.shape[1:]).transpose(1, 2)
-        slices = self.world_size if self.setting.sequence_parallel else 1  # each rank sends its own tokens
+        slices = (
+            self.world_size if self.setting.sequence_parallel else 1
+        )  # each rank sends its own tokens
         parts = messages.unflatten(1, (slices, -1)).flatten(0, 1)
         decoded = codec.decode(codec.encode(parts), parts.shape[1:], x.dtype)
         return decoded.reshape(messages.shape).transpose(1, 2).reshape(x.shape)
@@ -70,6 +72,8 @@ class Exchange:
     def _encode(self, x: torch.Tensor, codec: Codec, hop: Codec) -> tuple[torch.Tensor, torch.Size]:
         """uint8 [S, rows, bytes] of x [S, ...], and the shape of a row: a piece for each rank only where that
         matters, since groups of values are the same in a whole tensor."""
-        rows = torch.stack([cut(one, self.world_size if codec.sees_shape else 1, codec) for one in x])
+        rows = torch.stack(
+            [cut(one, self.world_size if codec.sees_shape else 1, codec) for one in x]
+        )
         payloads = hop.encode(rows.flatten(0, 1))
         return payloads.view(*rows.shape[:2], -1), rows.shape[2:]

@@ -39,7 +39,9 @@ def row_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, n] @ weight[h, n].T, reduced over the ranks."""
     exchange = _exchange()
     parts = x.contiguous().view(x.shape[0], exchange.world_size, -1).transpose(0, 1)
-    partials = torch.bmm(parts, weight.view(weight.shape[0], exchange.world_size, -1).permute(1, 2, 0))
+    partials = torch.bmm(
+        parts, weight.view(weight.shape[0], exchange.world_size, -1).permute(1, 2, 0)
+    )
     return exchange.reduce(partials, "forward")
 
 
@@ -66,7 +68,10 @@ def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
     return exchange.reduce(partials, "backward"), grad.t() @ x
 
 
-for _forward, _backward in (row_linear, row_linear_backward), (column_linear, column_linear_backward):
+for _forward, _backward in (
+    (row_linear, row_linear_backward),
+    (column_linear, column_linear_backward),
+):
     _forward.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
     _backward.register_fake(lambda grad, x, weight: (_empty_like(x), _empty_like(weight)))
     _forward.register_autograd(
@@ -156,11 +161,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, context_parallel: bool) -> Tensor:
         q = q.repeat(RANKS, 1, 1, 1)
     each = (-1, -1, -1, heads // groups, -1)
     k, v = (part.unsqueeze(3).expand(each).flatten(2, 3) for part in (k, v))
-    y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
+    y = F.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in (q, k, v)), is_causal=True
+    )
     y = y.transpose(1, 2)
     if context_parallel:  # each rank's own rows
         chunk = torch.arange(sequence, device=y.device) * 2 * RANKS // sequence
         owner = torch.minimum(chunk, 2 * RANKS - 1 - chunk)
         own = owner == torch.arange(RANKS, device=y.device)[:, None]
-        y = (y.reshape(RANKS, batch, sequence, heads, width) * own[:, None, :, None, None].to(y.dtype)).sum(0)
+        y = (
+            y.reshape(RANKS, batch, sequence, heads, width)
+            * own[:, None, :, None, None].to(y.dtype)
+        ).sum(0)
     return y.reshape(batch * sequence, heads * width)

@@ -153,11 +153,14 @@ class GPT(nn.Module):
         self.words = nn.Parameter(torch.empty(config.vocabulary, config.hidden))
         self.positions = None if qwen else nn.Parameter(torch.empty(config.sequence, config.hidden))
         self.blocks = nn.ModuleList(
-            QwenBlock(qwen, config.sequence) if qwen else GPTBlock(config) for _ in range(config.layers)
+            QwenBlock(qwen, config.sequence) if qwen else GPTBlock(config)
+            for _ in range(config.layers)
         )
         self.norm = Norm(config.hidden, qwen.norm_epsilon) if qwen else Norm(config.hidden)
         tied = qwen is not None and qwen.tied
-        self.output = self.words if tied else nn.Parameter(torch.empty(config.vocabulary, config.hidden))
+        self.output = (
+            self.words if tied else nn.Parameter(torch.empty(config.vocabulary, config.hidden))
+        )
         self.sequence_parallel = False
         self.token_losses = token_losses
         if compile_blocks:
@@ -191,7 +194,9 @@ class GPT(nn.Module):
         dtype, config = self.config.dtype, self.config
         ids = ids.reshape(-1)
         rows = self.words[ids].to(dtype)
-        x = layers.reduce_embedding(rows, ids, config.vocabulary).view(-1, config.sequence, config.hidden)
+        x = layers.reduce_embedding(rows, ids, config.vocabulary).view(
+            -1, config.sequence, config.hidden
+        )
         x = x if self.positions is None else x + self.positions.to(dtype)
         x = x.view(-1, config.hidden)
         stage = -(-config.layers // config.stages)
@@ -201,4 +206,6 @@ class GPT(nn.Module):
             x = block(x)
         x = self.norm(x)
         x = layers.gather(x) if self.sequence_parallel else x
-        return self.token_losses(layers.column_linear(x, self.output.to(dtype)), targets.reshape(-1))
+        return self.token_losses(
+            layers.column_linear(x, self.output.to(dtype)), targets.reshape(-1)
+        )

@@ -59,7 +59,9 @@ def tables(records: Sequence[dict]) -> str:
     """Markdown: the uncompressed losses, and a row for each setting."""
     base = sorted((r["seed"], f"{r['valid']:.4f}") for r in records if r["kind"] == "scratch")
     bits = {r["setting"]["name"]: f"{r['bits']:.2f}" for r in records if "bits" in r}
-    rows = [["setting", "bits a value", "against uncompressed by seed, %", "mean, %", "95 % interval"]]
+    rows = [
+        ["setting", "bits a value", "against uncompressed by seed, %", "mean, %", "95 % interval"]
+    ]
     for name, values in differences(records).items():
         by_seed = ", ".join(f"{value:+.3f}" for _, value in sorted(values.items()))
         rows.append([name, bits.get(name, ""), by_seed, *estimate(list(values.values()))])

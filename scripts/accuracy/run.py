@@ -62,7 +62,9 @@ def sizes(args: argparse.Namespace):
     if args.size.startswith("qwen"):  # in the TACO paper's batches of 64 x 512, with its ranks
         qwen = MODELS[args.size.removeprefix("qwen")]
         parallel = {"ranks": 2, "stages": 2, "sequence": 512}
-        model = ModelConfig(layers=qwen.layers, hidden=qwen.hidden, heads=qwen.heads, qwen=qwen, **parallel)
+        model = ModelConfig(
+            layers=qwen.layers, hidden=qwen.hidden, heads=qwen.heads, qwen=qwen, **parallel
+        )
         return model, Schedule(args.steps, 64, 3e-4, 3e-5, warmup=args.steps // 10)
     if args.size == "tiny":
         return ModelConfig(512, 2, 64, 2, 32, torch.float32), Schedule(args.steps, 4, warmup=5)
@@ -98,7 +100,9 @@ class Worker:
         self.device = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         self.config, self.schedule = sizes(args)
         model = GPT(self.config, compile_blocks=device == "cuda").to(device)
-        corpus = Corpus(data, self.config.sequence, device, 2048 if args.size == "tiny" else 2_000_000)
+        corpus = Corpus(
+            data, self.config.sequence, device, 2048 if args.size == "tiny" else 2_000_000
+        )
         self.trainer = Trainer(model, corpus, self.schedule)
         self.seconds_per_step = 0.0
 
@@ -135,8 +139,19 @@ class Worker:
         setting, began = setting_of(name, self.config.ranks), time.time()
         result = self.trainer.run(setting, steps, seed, save)
         del result["losses"]
-        record = {"id": run, "kind": run.split("/")[0], "seed": seed, "size": self.args.size, "steps": steps}
-        record |= {"setting": setting.as_dict(), "bits": setting.bits, "device": self.device, **result}
+        record = {
+            "id": run,
+            "kind": run.split("/")[0],
+            "seed": seed,
+            "size": self.args.size,
+            "steps": steps,
+        }
+        record |= {
+            "setting": setting.as_dict(),
+            "bits": setting.bits,
+            "device": self.device,
+            **result,
+        }
         record["seconds"] = round(time.time() - began, 2)
         with file.open("a") as stream:
             stream.write(json.dumps(record) + "\n")

@@ -51,7 +51,9 @@ class Setting:
     def __post_init__(self) -> None:
         for way, codec in self.codecs.items():
             if codec is not None and codec.lossless:
-                raise CompressionConfigError(f"{self.name}: {codec.name} changes no bit; leave it out")
+                raise CompressionConfigError(
+                    f"{self.name}: {codec.name} changes no bit; leave it out"
+                )
             if codec is not None and codec.sees_shape and way in PAIRS["-cp"]:
                 raise CompressionConfigError(
                     f"{self.name}: {codec.name} sees messages' shapes, which are not simulated; give another"
@@ -82,7 +84,11 @@ class Setting:
 
 
 def _bits(codec: Codec | None) -> float:
-    return 16.0 if codec is None else statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
+    return (
+        16.0
+        if codec is None
+        else statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
+    )
 
 
 def setting_of(name: str, ranks: int = RANKS) -> Setting:
@@ -98,11 +104,15 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
     for part in re.split(r"(?<!\+)\+(?=[a-z])", name):
         kind, found = _one_kind(part)
         if kind in kinds:
-            raise CompressionConfigError(f"{name} has one kind of parallelism twice; leave one of them out")
+            raise CompressionConfigError(
+                f"{name} has one kind of parallelism twice; leave one of them out"
+            )
         kinds.add(kind)
         fields |= found
     if "-cp" in kinds and len(kinds) > 1:
-        raise CompressionConfigError(f"{name}: context parallelism is simulated alone; leave the others out")
+        raise CompressionConfigError(
+            f"{name}: context parallelism is simulated alone; leave the others out"
+        )
     return Setting(**fields)
 
 
@@ -116,11 +126,17 @@ def _one_kind(name: str) -> tuple[str, dict]:
     there, _, other = name.removesuffix(end).partition(",,")
     if kind == "-dp":
         if unsharded and other:
-            raise CompressionConfigError(f"{name}: without the distributed optimizer no weights are sent")
-        replicas = DataParallelConfig(compression=there, weights="none" if unsharded else other or None)
+            raise CompressionConfigError(
+                f"{name}: without the distributed optimizer no weights are sent"
+            )
+        replicas = DataParallelConfig(
+            compression=there, weights="none" if unsharded else other or None
+        )
         gradients = getattr(replicas.compressor, "codec", None)
         if gradients is None and there != "none":
-            raise CompressionConfigError(f"{name}: only codecs of gradients are simulated; give one")
+            raise CompressionConfigError(
+                f"{name}: only codecs of gradients are simulated; give one"
+            )
         codecs = (gradients, replicas.weight_codec)
         more = {"unsharded": unsharded}
     elif kind:

@@ -60,7 +60,9 @@ class Corpus:
         rounds = -(-count // self.windows)
         return np.concatenate([generator.permutation(self.windows) for _ in range(rounds)])[:count]
 
-    def take(self, tokens: torch.Tensor, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(
+        self, tokens: torch.Tensor, windows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets [B, S], int64."""
         rows = tokens[windows[:, None] * self.sequence + self._offsets].long()
         return rows[:, :-1], rows[:, 1:]
@@ -83,7 +85,10 @@ class Trainer:
 
     def _new_optimizer(self) -> None:
         parameters = list(self.model.parameters())
-        decay = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": self.schedule.weight_decay}
+        decay = {
+            "params": [p for p in parameters if p.dim() > 1],
+            "weight_decay": self.schedule.weight_decay,
+        }
         groups = [decay, {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
         fused = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused)
@@ -104,13 +109,17 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
-    def run(self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None) -> dict:
+    def run(
+        self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None
+    ) -> dict:
         """Train ``steps`` steps under a setting and evaluate: losses of the steps, validation loss. ``save``:
         checkpoints to write, by the step at which they are taken."""
         model, schedule, corpus = self.model, self.schedule, self.corpus
         layers.attach(Exchange(setting))
         model.use(setting)
-        order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(self.device)
+        order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(
+            self.device
+        )
         parameters = list(model.parameters())
         ranks = DataParallel(setting, parameters)
         assert not save or setting.weights == "none", "the fp32 weights would not be saved"
@@ -156,7 +165,9 @@ class Trainer:
 def use_deterministic_kernels() -> None:
     """Have torch choose deterministic kernels, flash attention among them; set before CUDA starts."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no result here
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # costs time, changes no result here
+    )
     if torch.cuda.is_available():
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)

@@ -28,21 +28,32 @@ def main() -> None:
     commands = parser.add_subparsers(dest="name", required=True)
     for name, (cases, mib, dtypes) in CODECS.items():
         command = commands.add_parser(name, help=cases.__doc__.splitlines()[0])
-        command.add_argument("--mib", type=float, nargs="+", default=mib, help="tensor sizes in MiB")
+        command.add_argument(
+            "--mib", type=float, nargs="+", default=mib, help="tensor sizes in MiB"
+        )
         command.add_argument("--dtypes", nargs="+", choices=DTYPES, default=dtypes)
         if name == "codec":
             codecs.add_taco_arguments(command)
-    collectives.add_arguments(commands.add_parser("collectives", help=collectives.__doc__.splitlines()[0]))
+    collectives.add_arguments(
+        commands.add_parser("collectives", help=collectives.__doc__.splitlines()[0])
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("error: the benchmarks time kernels on a GPU, and torch finds none; run them where it does")
+        sys.exit(
+            "error: the benchmarks time kernels on a GPU, and torch finds none; run them where it does"
+        )
     torch.manual_seed(0)
     if options.name == "collectives":
         report(collectives.run(options), collectives.COLUMNS)
         return
     cases = partial(CODECS[options.name][0], options=options)
     report(
-        [row for mib in options.mib for name in options.dtypes for row in timed_rows(mib, name, cases)],
+        [
+            row
+            for mib in options.mib
+            for name in options.dtypes
+            for row in timed_rows(mib, name, cases)
+        ],
         COLUMNS,
     )
 

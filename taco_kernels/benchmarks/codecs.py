@@ -44,8 +44,12 @@ def add_taco_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--group-sizes", type=int, nargs="+", choices=GROUP_SIZES, default=[128])
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual"])
     parser.add_argument("--outliers", nargs="+", choices=("off", "on"), default=["off"])
-    parser.add_argument("--large-values", type=int, default=0, help="of 4096, a thousand times as large")
-    parser.add_argument("--row", type=int, default=0, help="values of a payload, as of a token; 0: of all")
+    parser.add_argument(
+        "--large-values", type=int, default=0, help="of 4096, a thousand times as large"
+    )
+    parser.add_argument(
+        "--row", type=int, default=0, help="values of a payload, as of a token; 0: of all"
+    )
 
 
 def taco_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterator[Case]:
@@ -74,7 +78,10 @@ def lossless_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterat
     whole, piece = (lossless.LosslessLayout(n, dtype) for n in (numel, numel // SENDERS))
     make = lambda: values(numel, dtype).view(1, -1)  # noqa: E731
     yield from round_trip(
-        "lossless", partial(lossless.encode, layout=whole), partial(lossless.decode, layout=whole), make
+        "lossless",
+        partial(lossless.encode, layout=whole),
+        partial(lossless.decode, layout=whole),
+        make,
     )
     pieces = lambda: (lossless.encode(make().view(SENDERS, -1), piece)[:, None],)  # noqa: E731
     decode_sum = partial(lossless.decode_sum, layout=piece, dtype=dtype)
@@ -84,7 +91,11 @@ def lossless_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterat
 def sdp4bit_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterator[Case]:
     """SDP4Bit on a bucket of gradients: quantised whole, summed at its shard; weights' differences."""
     shard, pairs = numel // SENDERS, SENDERS // 2
-    intra, inter, weights = GroupFormat(8, 128, True), GroupFormat(4, 128, True), GroupFormat(4, 2048)
+    intra, inter, weights = (
+        GroupFormat(8, 128, True),
+        GroupFormat(4, 128, True),
+        GroupFormat(4, 2048),
+    )
 
     def gradients() -> torch.Tensor:
         return values(SENDERS * shard, dtype).view(SENDERS, shard)
@@ -98,7 +109,12 @@ def sdp4bit_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterato
         x = gradients()
         error = relative_error(dequantize(quantize(x)[None], format), x)
         yield case(
-            name, "quantize", quantize, lambda: (gradients(),), 8 * format.wire_bytes(shard) / shard, error
+            name,
+            "quantize",
+            quantize,
+            lambda: (gradients(),),
+            8 * format.wire_bytes(shard) / shard,
+            error,
         )
         sent = lambda quantize=quantize: (quantize(gradients())[:, None],)  # noqa: E731
         yield case(name, f"sum {SENDERS}, dequantize", partial(dequantize, format=format), sent)
@@ -111,7 +127,9 @@ def sdp4bit_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterato
         return old + 1e-3 * torch.randn_like(old), old
 
     subtract = partial(sdp4bit.quantize_difference, format=weights)
-    yield case("int4 2048", "subtract, quantize", subtract, versions, 8 * weights.wire_bytes(numel) / numel)
+    yield case(
+        "int4 2048", "subtract, quantize", subtract, versions, 8 * weights.wire_bytes(numel) / numel
+    )
     changes = lambda: (subtract(*versions()), values(numel, torch.bfloat16).view(1, -1))  # noqa: E731
     add = lambda wires, replica: sdp4bit.add_dequantized(wires, weights, replica)  # noqa: E731
     yield case("int4 2048", "dequantize, add", add, changes)
@@ -129,7 +147,9 @@ def pipeline_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterat
     """Codecs between pipeline stages on [tokens, 4096]: TAH-Quant, normalised channels, plain integers."""
     shape = (numel // HIDDEN, HIDDEN)
     make = partial(activations, shape, dtype)
-    single = {f"int{bits}": CodecConfig(f"int{bits}", 32, "single", hadamard=False) for bits in (6, 8)}
+    single = {
+        f"int{bits}": CodecConfig(f"int{bits}", 32, "single", hadamard=False) for bits in (6, 8)
+    }
     tah = {f"tah {name}": tah_quant.TahConfig(allocation=name) for name in tah_quant.ALLOCATIONS}
     for name, config in (tah | single).items():
         codec = tah_quant if name in tah else taco
@@ -138,7 +158,9 @@ def pipeline_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterat
     signed = CodecConfig("int4", 32, "signed", hadamard=False)
     layout = channel_norm.ChannelNormLayout(*shape, signed)
     decode = partial(channel_norm.decode, layout=layout, dtype=dtype)
-    yield from round_trip("int4 standardized", partial(channel_norm.encode, layout=layout), decode, make)
+    yield from round_trip(
+        "int4 standardized", partial(channel_norm.encode, layout=layout), decode, make
+    )
 
 
 def bitmap_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterator[Case]:

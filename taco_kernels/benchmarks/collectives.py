@@ -11,7 +11,15 @@ import torch.distributed as dist
 
 from taco_kernels.benchmarks.timing import median, relative_error
 from taco_kernels.symmetric_memory import SymmetricGroup, unavailable_reason
-from taco_kernels.taco import FORMATS, SCALES, CodecConfig, decode, decode_sum, decode_sum_encode, encode
+from taco_kernels.taco import (
+    FORMATS,
+    SCALES,
+    CodecConfig,
+    decode,
+    decode_sum,
+    decode_sum_encode,
+    encode,
+)
 
 MIB = (0.25, 1, 4, 16, 64, 256)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -22,15 +30,21 @@ Call = Callable[[], torch.Tensor]
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Options of the benchmark."""
-    parser.add_argument("--mib", type=float, nargs="+", default=MIB, help="sizes of the whole bf16 tensor")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8-e4m3", "int8", "int6", "int4"])
+    parser.add_argument(
+        "--mib", type=float, nargs="+", default=MIB, help="sizes of the whole bf16 tensor"
+    )
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=["fp8-e4m3", "int8", "int6", "int4"]
+    )
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=["dual", "single"])
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
 
 
 def call_time(call: Call, calls: int = 20) -> float:
     """Median microseconds of a call, the slowest rank's; ``calls`` back-to-back ones."""
-    time = torch.tensor(median(lambda: [call() for _ in range(calls)], dist.barrier) / calls, device="cuda")
+    time = torch.tensor(
+        median(lambda: [call() for _ in range(calls)], dist.barrier) / calls, device="cuda"
+    )
     dist.all_reduce(time, op=dist.ReduceOp.MAX)
     return float(time)
 
@@ -40,7 +54,11 @@ def nccl(operation: str, x: torch.Tensor) -> Call:
     collective, out, *arguments = {
         "all_reduce": (dist.all_reduce, x.clone()),
         "reduce_scatter": (dist.reduce_scatter_tensor, torch.empty_like(x[0]), x.view(-1)),
-        "all_gather": (dist.all_gather_into_tensor, torch.empty_like(x).view(-1), x[dist.get_rank()]),
+        "all_gather": (
+            dist.all_gather_into_tensor,
+            torch.empty_like(x).view(-1),
+            x[dist.get_rank()],
+        ),
     }[operation]
 
     def call() -> torch.Tensor:
@@ -69,7 +87,9 @@ def over_torch_distributed(operation: str, x: torch.Tensor, config: CodecConfig)
     return decode(out.view(ranks, -1), config, x.shape, x.dtype)
 
 
-def over_symmetric_memory(operation: str, x: torch.Tensor, config: CodecConfig, group) -> torch.Tensor:
+def over_symmetric_memory(
+    operation: str, x: torch.Tensor, config: CodecConfig, group
+) -> torch.Tensor:
     """One kernel; for an all-gather another one, which encodes."""
     if operation != "all_gather":
         return getattr(group, operation)(x, config)
@@ -77,7 +97,9 @@ def over_symmetric_memory(operation: str, x: torch.Tensor, config: CodecConfig, 
     return group.all_gather_encoded(encode(own, config), own.shape, own.dtype, config)
 
 
-def methods(operation: str, x: torch.Tensor, options: Namespace, group) -> Iterator[tuple[str, str, Call]]:
+def methods(
+    operation: str, x: torch.Tensor, options: Namespace, group
+) -> Iterator[tuple[str, str, Call]]:
     """(method, format, call) for everything to compare."""
     yield "NCCL", "bf16", nccl(operation, x)
     for format, scales in product(options.formats, options.scales):
@@ -96,7 +118,13 @@ def measure(operation: str, mib: float, options: Namespace, group) -> Iterator[d
     factor = (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
     baseline = 0.0
     for method, format, call in methods(operation, x, options, group):
-        row = {"operation": operation, "MiB": mib, "ranks": ranks, "method": method, "format": format}
+        row = {
+            "operation": operation,
+            "MiB": mib,
+            "ranks": ranks,
+            "method": method,
+            "format": format,
+        }
         row["error"] = relative_error(call().view(exact.shape), exact)
         us = call_time(call)
         baseline = baseline or us
@@ -106,7 +134,9 @@ def measure(operation: str, mib: float, options: Namespace, group) -> Iterator[d
 def run(options: Namespace) -> list[dict]:
     """Measure every size; the rows of rank 0, none elsewhere."""
     if "RANK" not in os.environ:
-        raise SystemExit("start it so: torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives")
+        raise SystemExit(
+            "start it so: torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives"
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -81,7 +81,9 @@ def median(call: Callable[[], object], before: Callable[[], object] = lambda: No
     return sorted(times)[REPEATS // 2]
 
 
-def case(codec: str, operation: str, call: Operation, make: Callable[[], tuple], *figures: float) -> Case:
+def case(
+    codec: str, operation: str, call: Operation, make: Callable[[], tuple], *figures: float
+) -> Case:
     """``call(*make())``, which reads these tensors and writes its result; ``figures``: Case.bits, .error."""
     first = make()
     moved = sum(tensor.nbytes for tensor in (*first, call(*first)))
@@ -89,7 +91,9 @@ def case(codec: str, operation: str, call: Operation, make: Callable[[], tuple],
     return Case(codec, operation, lambda i: call(*sets[i]), len(sets), moved, *figures)
 
 
-def timed_rows(mib: float, name: str, cases: Callable[[int, torch.dtype], Iterable[Case]]) -> Iterator[dict]:
+def timed_rows(
+    mib: float, name: str, cases: Callable[[int, torch.dtype], Iterable[Case]]
+) -> Iterator[dict]:
     """Rows of a size: a copy of so many MiB, and each of ``cases(numel, dtype)``.
 
     The copy changes signs: the driver's own is slower at 1 GiB than kernels that read and write as much.
@@ -115,5 +119,7 @@ def report(rows: list[dict], columns: dict[str, str]) -> None:
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:
-        cells = ["-" if row.get(key) is None else format(row[key], spec) for key, spec in columns.items()]
+        cells = [
+            "-" if row.get(key) is None else format(row[key], spec) for key, spec in columns.items()
+        ]
         print("| " + " | ".join(cells) + " |")

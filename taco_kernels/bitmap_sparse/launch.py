@@ -37,7 +37,9 @@ def places(sent):
 @triton.jit
 def step_of(exponent, BITS: tl.constexpr):
     """fp32 grid step of a row with this int32 exponent, of integer values."""
-    return ((tl.minimum(tl.maximum(exponent, FLOOR), 254) + 2 - BITS) << 23).to(tl.float32, bitcast=True)
+    return ((tl.minimum(tl.maximum(exponent, FLOOR), 254) + 2 - BITS) << 23).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -46,7 +48,9 @@ def row_of(x, thresholds, row, shard, numel, BITS: tl.constexpr):
     value = tl.load(x + row * WIDTH + offsets(), mask=offsets() < numel - row * WIDTH, other=0.0)
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = tl.max(bits) >> 23
-    inverse = ((252 + BITS - tl.minimum(tl.maximum(exponent, FLOOR), 254)) << 23).to(tl.float32, bitcast=True)
+    inverse = ((252 + BITS - tl.minimum(tl.maximum(exponent, FLOOR), 254)) << 23).to(
+        tl.float32, bitcast=True
+    )
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     code = tl.minimum(tl.maximum(value * inverse + MAGIC - MAGIC, -LARGEST), LARGEST)
     finite = tl.where(exponent == 255, 0.0, code)
@@ -74,7 +78,9 @@ def pack_kernel(
     May overwrite x by the remainder: each program reads its own row only.
     """
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    value, code, sent, step, exponent = row_of(x + shard * x_stride, thresholds, row, shard, numel, BITS)
+    value, code, sent, step, exponent = row_of(
+        x + shard * x_stride, thresholds, row, shard, numel, BITS
+    )
     place = tl.load(begins + shard * rows + row) + places(sent.to(tl.int32))
     sent = sent & (place < capacity)
     tl.store(values + shard * values_stride + place, code.to(values.dtype.element_ty), mask=sent)
@@ -83,7 +89,9 @@ def pack_kernel(
     tl.store(words + shard * words_stride + row * 32 + bit, word)
     tl.store(exponents + shard * exponents_stride + row, exponent.to(tl.uint8))
     if KEEP_REMAINDER:
-        left = tl.where(sent, value - code * step, value)  # exact, with or without a fused multiply-add
+        left = tl.where(
+            sent, value - code * step, value
+        )  # exact, with or without a fused multiply-add
         at = remainder + shard * remainder_stride + row * WIDTH + offsets()
         tl.store(at, left, mask=offsets() < numel - row * WIDTH)
 
@@ -111,9 +119,13 @@ def decode_sum_kernel(
         own = words + at * words_stride
         present = (tl.load(own + row * 32 + bit)[:, None] >> bit[None, :]) & 1
         earlier = tl.load(own + first * 32 + index, mask=index < (row - first) * 32, other=0)
-        start = tl.load(starts + at * words_stride + row // TILE_ROWS) + tl.sum(ones(earlier), axis=0)
+        start = tl.load(starts + at * words_stride + row // TILE_ROWS) + tl.sum(
+            ones(earlier), axis=0
+        )
         exponent = tl.load(exponents + at * exponents_stride + row).to(tl.int32)
-        code = tl.load(values + at * values_stride + start + places(present), mask=present != 0, other=0)
+        code = tl.load(
+            values + at * values_stride + start + places(present), mask=present != 0, other=0
+        )
         step = tl.where(exponent == 255, float("nan"), step_of(exponent, BITS))
         result += code.to(tl.float32) * step  # the product is exact
     tl.store(total + row * WIDTH + offsets(), result, mask=offsets() < numel - row * WIDTH)
@@ -129,7 +141,10 @@ def _parts(
 
 
 def encode(
-    x: torch.Tensor, thresholds: torch.Tensor, layout: BitmapLayout, remainder: torch.Tensor | None = None
+    x: torch.Tensor,
+    thresholds: torch.Tensor,
+    layout: BitmapLayout,
+    remainder: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See reference.encode."""
     layout.check_values(x, remainder)
@@ -165,7 +180,14 @@ def decode_sum(wires: torch.Tensor, layout: BitmapLayout) -> torch.Tensor:
         decode_sum_kernel,
         (layout.rows,),
         (values, words, starts, exponents, total),
-        (layout.numel, layout.rows, len(wires), values.stride(0), words.stride(0), exponents.stride(0)),
+        (
+            layout.numel,
+            layout.rows,
+            len(wires),
+            values.stride(0),
+            words.stride(0),
+            exponents.stride(0),
+        ),
         BITS=layout.bits,
         num_warps=ROW_WARPS,
     )

@@ -46,7 +46,9 @@ class BitmapLayout:
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share} must lie in (0, 1]")
         if self.capacity >= 2**31 - 2**20:
-            raise ValueError(f"{self.capacity} values to send of a shard: 2^31 - 2^20 cannot be counted")
+            raise ValueError(
+                f"{self.capacity} values to send of a shard: 2^31 - 2^20 cannot be counted"
+            )
         check_choice("bits", self.bits, (8, 16))
 
     @property
@@ -106,7 +108,10 @@ _CODES = {8: torch.int8, 16: torch.int16}
 
 
 def encode(
-    x: torch.Tensor, thresholds: torch.Tensor, layout: BitmapLayout, remainder: torch.Tensor | None = None
+    x: torch.Tensor,
+    thresholds: torch.Tensor,
+    layout: BitmapLayout,
+    remainder: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pack the values of x at or above their shard's threshold, at most ``layout.capacity``, in order.
 
@@ -126,7 +131,9 @@ def encode(
     values = torch.nn.functional.pad(x, (0, width - layout.numel)).view(shards, layout.rows, WIDTH)
     bits = magnitude_bits(values)
     exponents = bits.amax(2) >> 23
-    keep = (bits >= threshold_bits(thresholds)[:, None, None]) & (exponents != NON_FINITE)[..., None]
+    keep = (bits >= threshold_bits(thresholds)[:, None, None]) & (exponents != NON_FINITE)[
+        ..., None
+    ]
     e = exponents.clamp(EXPONENT_FLOOR, NON_FINITE - 1)[..., None]
     scaled = torch.where(keep, values * power_of_two(252 + layout.bits - e), 0.0)
     largest = 2 ** (layout.bits - 1) - 1

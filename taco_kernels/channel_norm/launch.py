@@ -32,7 +32,10 @@ TILES = 64
 """Tiles that a program puts together at a time."""
 JOINED_CHANNELS = 16
 """Channels that it does that for: few, so that enough programs run at once."""
-TUNING = {"encode": Tuning(4096, 4, 1, 40, registers=80), "decode": Tuning(2048, 4, 1, 8, registers=64)}
+TUNING = {
+    "encode": Tuning(4096, 4, 1, 40, registers=80),
+    "decode": Tuning(2048, 4, 1, 8, registers=64),
+}
 """No pipeline over tiles: it would hold the statistics of every value in shared memory, too."""
 
 
@@ -108,7 +111,9 @@ def statistics_kernel(
         at += K
     rms = tl.sqrt_rn(squares / every).to(tl.bfloat16)
     # tiles of equal values have the mean that is sent, so the outliers' squares are about it
-    whole = tl.sqrt_rn((squares + outside) / (tl.full((), 1.0, tl.float32) * tokens)).to(tl.bfloat16)
+    whole = tl.sqrt_rn((squares + outside) / (tl.full((), 1.0, tl.float32) * tokens)).to(
+        tl.bfloat16
+    )
     rms = tl.where(rms.to(tl.float32) <= EQUAL * tl.abs(centre.to(tl.float32)), whole, rms)
     tl.store(statistics + channels + column, rms, mask=inside)
     rms = rms.to(tl.float32)
@@ -130,7 +135,9 @@ def encode_kernel(
 ):  # fmt: skip
     """out = wire of (x - mean) / rms. Persistent programs, R groups a step."""
     numel = tl.full((), C.G, tl.int64) * groups
-    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES
+    ):
         first = as_tensor(tile) * C.R
         channel = channels_of(first, width, C)
         z = load_tile(x, first, numel, (1, 1, 0, 0), FLAGS, C).to(tl.float32)
@@ -148,7 +155,9 @@ def encode_kernel(
 def decode_kernel(wire, statistics, x, groups, width, FLAGS: tl.constexpr, C: tl.constexpr):
     """x = q * step * rms + mean. Persistent programs, R groups a step."""
     numel = tl.full((), C.G, tl.int64) * groups
-    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES
+    ):
         first = as_tensor(tile) * C.R
         channel = channels_of(first, width, C)
         z = decode_groups(wire, first, groups, 0, C)
@@ -187,7 +196,9 @@ def _statistics(x: torch.Tensor, found: torch.Tensor, robust: bool) -> torch.Ten
     return inverses
 
 
-def _constants(operation: str, layout: ChannelNormLayout, x: torch.Tensor) -> tuple[tuple[int], tuple, dict]:
+def _constants(
+    operation: str, layout: ChannelNormLayout, x: torch.Tensor
+) -> tuple[tuple[int], tuple, dict]:
     """Grid, fixed arguments and constants of the codec's kernels."""
     config, device, tuning = layout.config, device_for(x), TUNING[operation]
     if config.outliers:

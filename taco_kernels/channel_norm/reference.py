@@ -45,9 +45,13 @@ class ChannelNormLayout:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.channels < 1:
-            raise ValueError(f"tokens={self.tokens} and channels={self.channels} must be at least 1")
+            raise ValueError(
+                f"tokens={self.tokens} and channels={self.channels} must be at least 1"
+            )
         if self.config.hadamard:
-            raise ValueError("config.hadamard is on; normalised channels are encoded without the transform")
+            raise ValueError(
+                "config.hadamard is on; normalised channels are encoded without the transform"
+            )
         if self.channels % self.config.group_size:
             raise ValueError(
                 f"channels={self.channels} must be a multiple of config.group_size={self.config.group_size}: "

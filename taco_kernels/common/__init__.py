@@ -35,11 +35,17 @@ def aligned(size: int, alignment: int = ALIGNMENT) -> int:
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError unless the setting's value is one of those allowed."""
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(str, allowed))}")
+        raise ValueError(
+            f"{name}={value!r} is not supported; choose one of {', '.join(map(str, allowed))}"
+        )
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int | None], contiguous: bool = False
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int | None],
+    contiguous: bool = False,
 ) -> None:
     """Raise ValueError unless ``tensor`` is dtype[shape], where None stands for any size.
 
@@ -48,7 +54,11 @@ def check_tensor(
     fits = len(tensor.shape) == len(shape) and all(
         wanted in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)
     )
-    if not fits or tensor.dtype != dtype or (contiguous and tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+    if (
+        not fits
+        or tensor.dtype != dtype
+        or (contiguous and tensor.shape[-1] > 1 and tensor.stride(-1) != 1)
+    ):
         sizes = ", ".join("*" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} is {tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}; "

@@ -74,7 +74,9 @@ def device_number(index: int) -> Device:
     wanted = os.environ.get(AS_IF)
     if not wanted:
         return Device(properties.multi_processor_count, own, False)
-    logging.getLogger("taco_kernels").warning("%s=%s: kernels are not chosen for this GPU", AS_IF, wanted)
+    logging.getLogger("taco_kernels").warning(
+        "%s=%s: kernels are not chosen for this GPU", AS_IF, wanted
+    )
     device = Device(properties.multi_processor_count, capability_as_if(wanted, own), False)
     if device.small:  # the compiler too: mma.sync from registers, in instructions of this GPU
         triton.knobs.runtime.override_arch = f"sm{wanted}"
@@ -84,8 +86,12 @@ def device_number(index: int) -> Device:
 def capability_as_if(wanted: str, own: tuple[int, int]) -> tuple[int, int]:
     """The compute capability that AS_IF names; ValueError unless a device of ``own`` can run its kernels."""
     capability = divmod(int(wanted), 10) if wanted.isdecimal() else (0, 0)
-    if capability < (8, 0) or min(capability, (8, 9)) > own:  # what kernels are written for comes with 8.9
-        raise ValueError(f"{AS_IF}={wanted}: give 80 to 120, such as 89, and no more than this GPU's {own}")
+    if (
+        capability < (8, 0) or min(capability, (8, 9)) > own
+    ):  # what kernels are written for comes with 8.9
+        raise ValueError(
+            f"{AS_IF}={wanted}: give 80 to 120, such as 89, and no more than this GPU's {own}"
+        )
     return capability
 
 

@@ -35,7 +35,9 @@ _plain = False
 def supported() -> bool:
     """Whether this Triton and this torch have what a fast launch uses."""
     found = _current_device is not None and _current_stream is not None
-    chains = all(isinstance(getattr(hook, "calls", None), list) for hook in (_enter_hook, _exit_hook))
+    chains = all(
+        isinstance(getattr(hook, "calls", None), list) for hook in (_enter_hook, _exit_hook)
+    )
     return found and chains and triton.__version__.startswith(KNOWN_TRITON)
 
 
@@ -70,7 +72,9 @@ class Launch:
 
     __slots__ = ("_compiled", "_grid", "_plain", "constants", "fixed", "grid", "kernel")
 
-    def __init__(self, kernel, grid: Sequence[int], fixed: tuple, constants: dict[str, object]) -> None:
+    def __init__(
+        self, kernel, grid: Sequence[int], fixed: tuple, constants: dict[str, object]
+    ) -> None:
         self.kernel, self.grid, self.fixed, self.constants = kernel, tuple(grid), fixed, constants
         self._grid = (*self.grid, 1, 1)[:3]
         self._plain = not (_SUPPORTED and isinstance(kernel, JITFunction))
@@ -89,16 +93,23 @@ class Launch:
             *[tensor.dtype for tensor in tensors],
             *[tensor.get_device() for tensor in tensors],
             *[not address % _ALIGNED for address in addresses],
-            *[0 if -_INT32 <= n < _INT32 else 1 if n < _INT64 else 2 if n < 2 * _INT64 else 3 for n in late],
+            *[
+                0 if -_INT32 <= n < _INT32 else 1 if n < _INT64 else 2 if n < 2 * _INT64 else 3
+                for n in late
+            ],
         )
         found = self._compiled.get(key)
         if found is None or self.kernel.pre_run_hooks or _watched():
             self._through_triton(key, tensors, late)
             return
         launch, options, fixed, constants, _ = found
-        launch(*self._grid, _current_stream(device), *options, *addresses, *fixed, *late, *constants)
+        launch(
+            *self._grid, _current_stream(device), *options, *addresses, *fixed, *late, *constants
+        )
 
-    def _through_triton(self, key: tuple, tensors: Sequence[torch.Tensor], late: tuple[int, ...]) -> None:
+    def _through_triton(
+        self, key: tuple, tensors: Sequence[torch.Tensor], late: tuple[int, ...]
+    ) -> None:
         """Launch as usual, and keep the kernel that was chosen if the next call may use it."""
         kernel = self.kernel
         constants = self._check(kernel, len(tensors), late)
@@ -114,7 +125,9 @@ class Launch:
         # no scratch memory, twice; after the metadata the hooks' argument, and the hooks
         others = None, None, chosen.packed_metadata, None, None, None
         options = chosen.function, run.launch_cooperative_grid, run.launch_pdl, *others
-        fixed = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed)
+        fixed = tuple(
+            arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed
+        )
         # the C function expects constants and ignores them; the chosen kernel is kept alive
         self._compiled[key] = run.launch, options, fixed, constants, chosen
 
@@ -124,7 +137,9 @@ class Launch:
         after = first + len(late)
         names = [parameter.name for parameter in kernel.params[after:]]
         if missing := [name for name in names if name not in self.constants]:
-            raise TypeError(f"{kernel}: no constants for {missing}; constexprs must be the last parameters")
+            raise TypeError(
+                f"{kernel}: no constants for {missing}; constexprs must be the last parameters"
+            )
         for parameter, value in zip(kernel.params[first:after], late, strict=True):
             if type(value) is not int or not parameter.do_not_specialize:
                 raise TypeError(

@@ -37,7 +37,11 @@ def converted_to_fp8(v, FORMAT: tl.constexpr):
     kind: tl.constexpr = "e4m3x2" if FORMAT == "fp8-e4m3" else "e5m2x2"
     pair: tl.constexpr = "cvt.rn.satfinite." + kind + ".f32 "
     text: tl.constexpr = (
-        "{ .reg .b16 lo, hi; " + pair + "lo, $2, $1; " + pair + "hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+        "{ .reg .b16 lo, hi; "
+        + pair
+        + "lo, $2, $1; "
+        + pair
+        + "hi, $4, $3; mov.b32 $0, {lo, hi}; }"
     )
     return tl.inline_asm_elementwise(text, "=r,f,f,f,f", [v], dtype=tl.uint8, is_pure=True, pack=4)
 
@@ -87,14 +91,18 @@ def code_values(codes, dtype: tl.constexpr, C: tl.constexpr):
             values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         else:
             bits = codes.to(tl.uint16)
-            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # fp16, whose exponent bias is larger by 8
+            half = ((bits & 0x80) << 8) | (
+                (bits & 0x7F) << 7
+            )  # fp16, whose exponent bias is larger by 8
             values = half.to(tl.float16, bitcast=True) * 256.0
     elif C.FORMAT == "fp8-e5m2":
         values = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     else:
         # 1024 + c in fp16 has c in its low mantissa bits
         biased = codes ^ 0x80 if C.BITS == 8 else codes
-        values = (biased.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + 2.0 ** (C.BITS - 1))
+        values = (biased.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (
+            1024.0 + 2.0 ** (C.BITS - 1)
+        )
     return values.to(dtype)
 
 
@@ -127,7 +135,9 @@ def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.cons
     if C.ROW:
         at = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
     else:
-        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + tl.arange(0, C.R * P // SIZE)
+        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + tl.arange(
+            0, C.R * P // SIZE
+        )
     return at
 
 
@@ -240,7 +250,10 @@ def packing_assembly(bits):
         if bits == 4:
             lines.append(f"mad.lo.u32 ${q}, c{2 + q}, 16, c{q};")
         else:
-            lines += [f"shl.b32 t, c{2 + q}, 4;", f"lop3.b32 ${q}, c{q}, t, {0x0F0F0F0F}, {SELECT};"]
+            lines += [
+                f"shl.b32 t, c{2 + q}, 4;",
+                f"lop3.b32 ${q}, c{q}, t, {0x0F0F0F0F}, {SELECT};",
+            ]
     if bits in (5, 6):  # what is above 4 bits of element 4 w + k: to bits 2 w and 2 w + 1 of byte k
         lines += [
             "shr.u32 t, c0, 4;",
@@ -282,7 +295,9 @@ def sixteen_of(x, C: tl.constexpr):
 
 
 @triton.jit
-def sixteen_joined(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, C: tl.constexpr):
+def sixteen_joined(
+    a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, C: tl.constexpr
+):
     """Inverse of sixteen_of."""
     x0, x1 = four_joined(a0, a4, a8, a12), four_joined(a1, a5, a9, a13)
     x2, x3 = four_joined(a2, a6, a10, a14), four_joined(a3, a7, a11, a15)
@@ -342,7 +357,10 @@ def unpacking_assembly(bits, bend=0):
     """PTX from 16 codes to 16 fp16 numbers."""
     lines = ["{", ".reg .b32 t, u, v, ones;", f"mov.b32 ones, {0x64646464};"]
     if bend:
-        lines += [".reg .b32 x, zero, slope;", f"mov.b32 zero, {two_halves(1024 + 2 ** (bits - 1))};"]
+        lines += [
+            ".reg .b32 x, zero, slope;",
+            f"mov.b32 zero, {two_halves(1024 + 2 ** (bits - 1))};",
+        ]
         lines += [f"mov.b32 slope, {two_halves(2 * bend + 1)};"]
     keep = {5: 0x01010101, 6: 0x03030303}.get(bits)
     if bits == 5:  # bits 2 w and 2 w + 1 of two bytes, of elements 2 apart: to bits 2 w of four
@@ -359,7 +377,9 @@ def unpacking_assembly(bits, bend=0):
                 lines.append(f"and.b32 t, t, {0x0F0F0F0F};")
             if keep:
                 shift = 4 - 2 * number
-                lines.append(f"shl.b32 u, v, {shift};" if shift >= 0 else f"shr.u32 u, v, {-shift};")
+                lines.append(
+                    f"shl.b32 u, v, {shift};" if shift >= 0 else f"shr.u32 u, v, {-shift};"
+                )
                 lines.append(f"lop3.b32 t, u, {keep << 4}, t, {MASKED_OR};")
             for pair, order in enumerate(("0x5140", "0x7362")):
                 lines.append(f"prmt.b32 u, t, ones, {order};")

@@ -27,14 +27,18 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 def bitmap_words(kept: torch.Tensor) -> torch.Tensor:
     """int32[.., n / 32] of bool[.., n]: bit i of word w is element 32 w + i."""
-    weights = torch.ones(32, dtype=torch.int64, device=kept.device) << torch.arange(32, device=kept.device)
+    weights = torch.ones(32, dtype=torch.int64, device=kept.device) << torch.arange(
+        32, device=kept.device
+    )
     words = (kept.view(*kept.shape[:-1], -1, 32) * weights).sum(-1)
     return ((words + 2**31) % 2**32 - 2**31).int()
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Unnormalised Walsh-Hadamard transform of the last dimension (a power of two), Sylvester order."""
-    for _ in range(x.shape[-1].bit_length() - 1):  # each step turns the index's bits by one: back at the end
+    for _ in range(
+        x.shape[-1].bit_length() - 1
+    ):  # each step turns the index's bits by one: back at the end
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
         x = torch.cat((first + second, first - second), -1)
     return x

@@ -184,7 +184,9 @@ def row_hashes(
         digits[moved] = (digits[moved] + (word * third >> 32)) % third
     word = philox([row, zero, zero + STREAM, zero], seed)[3][:, None]
     places = torch.stack([(block * 3 + j) * third + digit for j, digit in enumerate(digits)], dim=1)
-    masks = word & (layout.width - 1) ^ torch.cat([0 * word, word >> 10 & 31, word >> 15 & 31], dim=1)
+    masks = word & (layout.width - 1) ^ torch.cat(
+        [0 * word, word >> 10 & 31, word >> 15 & 31], dim=1
+    )
     signs = 1 - (word >> torch.arange(20, 23) & 1) * 2
     return places.to(device), masks.to(device), signs.int().to(device)
 

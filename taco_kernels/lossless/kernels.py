@@ -12,11 +12,17 @@ import triton.language as tl
 from taco_kernels.common.packing import four_joined, four_of
 
 HEADER, FLAG_AT = tl.constexpr(16), tl.constexpr(4)
-FAR, MANY = tl.constexpr(1 << 12), tl.constexpr(1 << 21)  # a tile has at most 2048 escapes, in 256 groups
+FAR, MANY = (
+    tl.constexpr(1 << 12),
+    tl.constexpr(1 << 21),
+)  # a tile has at most 2048 escapes, in 256 groups
 GROUP = tl.constexpr(8)
 BLOCK_GROUPS = tl.constexpr(16)
 ONES = tl.constexpr(0x01010101)
-LOW_BITS, HIGH_BITS = tl.constexpr(0x7F7F7F7F), tl.constexpr(-0x7F7F7F80)  # of bytes: the lower 7, the 8th
+LOW_BITS, HIGH_BITS = (
+    tl.constexpr(0x7F7F7F7F),
+    tl.constexpr(-0x7F7F7F80),
+)  # of bytes: the lower 7, the 8th
 BYTES, OTHERS = tl.constexpr(0x00FF00FF), tl.constexpr(-0x00FF0100)
 FIRST, SECOND = tl.constexpr(0xFFFF), tl.constexpr(-65536)
 SIX, SPREAD = tl.constexpr(0x003F3F3F), tl.constexpr(0x00C0C0C0)
@@ -103,7 +109,9 @@ def larger_of(u):
 @triton.jit
 def bases_of(u0, u1, u2, u3, G: tl.constexpr):
     """int32[G / 16]: the smaller of the largest exponents of a block's even and odd groups."""
-    largest = tl.maximum(tl.maximum(larger_of(u0), larger_of(u1)), tl.maximum(larger_of(u2), larger_of(u3)))
+    largest = tl.maximum(
+        tl.maximum(larger_of(u0), larger_of(u1)), tl.maximum(larger_of(u2), larger_of(u3))
+    )
     largest = (largest >> 24).to(tl.int32, bitcast=True)
     largest = tl.reshape(largest, [G // BLOCK_GROUPS, BLOCK_GROUPS // 2, 2])
     even, odd = tl.split(tl.max(largest, axis=1))
@@ -198,7 +206,9 @@ def encode_kernel(
     first = tile.to(tl.int64) * TILE
     first_flag = payload + FLAG_AT
     payload += row * payload_stride
-    u0, u1, u2, u3, l0, l1, l2, l3 = pairs_of(x + row * x_stride + first, numel - first, FP32, WHOLE, G)
+    u0, u1, u2, u3, l0, l1, l2, l3 = pairs_of(
+        x + row * x_stride + first, numel - first, FP32, WHOLE, G
+    )
     group = tl.arange(0, G)
     there = group < groups - tile * G
     quarter = tl.arange(0, 4 * G) < 4 * (groups - tile * G)
@@ -213,7 +223,9 @@ def encode_kernel(
     bases = bases_of(u0, u1, u2, u3, G)
     block = tl.arange(0, G // BLOCK_GROUPS)
     at_block = tile * (G // BLOCK_GROUPS)
-    store_where(payload + bases_at + at_block + block, bases.to(tl.uint8), block < blocks - at_block, WHOLE)
+    store_where(
+        payload + bases_at + at_block + block, bases.to(tl.uint8), block < blocks - at_block, WHOLE
+    )
     base = of_groups(bases, G)
     d0 = distances_of(base * ONES, exponent_bytes(u0, u1))
     d1 = distances_of(base * ONES, exponent_bytes(u2, u3))
@@ -277,7 +289,9 @@ def escape_over_base(area, place, there, base, far, words):
 
 
 @triton.jit
-def pairs_decoded(payload, tile, sizes, places, FP32: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr):
+def pairs_decoded(
+    payload, tile, sizes, places, FP32: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
+):
     """What pairs_of gives of a tile of the tensor, from one payload; zeros where it overflowed."""
     _, groups, blocks, words = sizes
     starts_at, bases_at, codes_at, more_at, high_at, low_at = places

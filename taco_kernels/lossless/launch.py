@@ -30,7 +30,9 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     return payloads
 
 
-def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None) -> torch.Tensor:
+def decode(
+    payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See reference.decode."""
     if layout.raw:
         return reference.decode(payloads, layout, out)
@@ -66,7 +68,9 @@ def _bits(layout: LosslessLayout) -> torch.dtype:
     return torch.int32 if layout.dtype == torch.float32 else torch.int16
 
 
-def _output(out, rows: int, layout: LosslessLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _output(
+    out, rows: int, layout: LosslessLayout, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """``out``, checked, or a new tensor."""
     if out is None:
         return torch.empty((rows, layout.numel), dtype=dtype, device=device)
@@ -74,7 +78,9 @@ def _output(out, rows: int, layout: LosslessLayout, dtype: torch.dtype, device: 
     return out
 
 
-def _start(kernel, tensors, values: torch.Tensor, layout: LosslessLayout, fixed: tuple, **options) -> None:
+def _start(
+    kernel, tensors, values: torch.Tensor, layout: LosslessLayout, fixed: tuple, **options
+) -> None:
     """Start ``kernel``, a program a tile of each row of ``values``.
 
     WHOLE: rows are whole tiles that can be loaded and stored in words.
@@ -84,7 +90,11 @@ def _start(kernel, tensors, values: torch.Tensor, layout: LosslessLayout, fixed:
         kernel,
         (layout.tiles, len(values)),
         tensors,
-        ((layout.numel, layout.blocks * GROUPS, layout.blocks, layout.words), layout.places[:6], *fixed),
+        (
+            (layout.numel, layout.blocks * GROUPS, layout.blocks, layout.words),
+            layout.places[:6],
+            *fixed,
+        ),
         FP32=layout.dtype == torch.float32,
         WHOLE=not (layout.numel % TILE or step % ALIGNMENT or values.data_ptr() % ALIGNMENT),
         TILE=TILE,

@@ -138,7 +138,9 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     return payloads
 
 
-def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None) -> torch.Tensor:
+def decode(
+    payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The values of payloads uint8 ``[rows, payload_bytes]``, bit for bit: ``[rows, numel]`` of the layout's
     dtype, in ``out`` (with contiguous rows) if given. Zeros where the flag is set."""
     check_tensor("payloads", payloads, torch.uint8, (None, layout.payload_bytes))
@@ -147,10 +149,14 @@ def decode(payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | N
         values = values.clone(memory_format=torch.contiguous_format).view(layout.dtype)
     else:
         rows = [
-            payload.new_zeros(layout.numel, dtype=layout.dtype) if flag else _decode_row(payload, layout)
+            payload.new_zeros(layout.numel, dtype=layout.dtype)
+            if flag
+            else _decode_row(payload, layout)
             for payload, flag in zip(payloads, payloads[:, FLAG_AT].tolist(), strict=True)
         ]
-        values = torch.stack(rows) if rows else payloads.new_empty((0, layout.numel), dtype=layout.dtype)
+        values = (
+            torch.stack(rows) if rows else payloads.new_empty((0, layout.numel), dtype=layout.dtype)
+        )
     return values if out is None else out.copy_(values)
 
 
@@ -173,7 +179,9 @@ def decode_sum(
     return total.to(dtype) if out is None else out.copy_(total)
 
 
-def _escape_places(codes: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _escape_places(
+    codes: torch.Tensor, tiles: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of codes ``[groups, GROUP]``: where the escapes are; each one's tile; its number there."""
     where = (codes == WINDOW).view(-1).nonzero().view(-1)
     tile = where // TILE
@@ -185,7 +193,9 @@ def _escape_places(codes: torch.Tensor, tiles: int) -> tuple[torch.Tensor, torch
 def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout) -> None:
     """Fill a payload of zeros; of a row that overflows the first word alone, which is past the area."""
     places = layout.places
-    bits = row.contiguous().view(torch.int16 if layout.dtype == torch.bfloat16 else torch.int32).int()
+    bits = (
+        row.contiguous().view(torch.int16 if layout.dtype == torch.bfloat16 else torch.int32).int()
+    )
     pad = layout.blocks * BLOCK - layout.numel
     bits = F.pad(bits, (0, pad))
     upper = (bits if layout.dtype == torch.bfloat16 else bits >> 16) & 0xFFFF
@@ -219,7 +229,9 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     last = codes[:, -2] | (codes[:, -1] << 3)
     word = (codes[:, :-2] << _SHIFTS.to(codes)).sum(1)
     word |= ((last & 3) << 6) | ((last & 12) << 12) | ((last & 48) << 18)
-    _part(payload, places.codes, len(word), torch.int16).copy_((word & 0xFFFF) - ((word & 0x8000) << 1))
+    _part(payload, places.codes, len(word), torch.int16).copy_(
+        (word & 0xFFFF) - ((word & 0x8000) << 1)
+    )
     payload[places.more : places.high] = (word >> 16).to(torch.uint8)
     high = (((upper >> 8) & 0x80) | (upper & 0x7F)).to(torch.uint8)
     payload[places.high : places.low] = _middle_swapped(high)

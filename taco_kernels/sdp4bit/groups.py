@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.hadamard import odd, shuffled
-from taco_kernels.common.packing import add_products, four_joined, load_code_words, magic_bits, store_groups
+from taco_kernels.common.packing import (
+    add_products,
+    four_joined,
+    load_code_words,
+    magic_bits,
+    store_groups,
+)
 
 
 @triton.jit
@@ -43,7 +49,9 @@ def steps_of(amax, C: tl.constexpr):
     if C.INTERPRET:
         inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
     else:
-        inverse = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [step], tl.float32, True, 1)
+        inverse = tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [step], tl.float32, True, 1
+        )
     return step, inverse
 
 
@@ -155,7 +163,10 @@ def add_sender(t, wire, first, blocks, groups, magic, B: tl.constexpr):
         t = add_nibbles(t, load_quads(wire, first, blocks, 16, 0, B.N), step, magic, B)
     else:
         t0, t1, t2, t3, t4, t5, t6, t7 = t
-        low, high = load_quads(wire, first, blocks, 32, 0, B.N), load_quads(wire, first, blocks, 32, 16, B.N)
+        low, high = (
+            load_quads(wire, first, blocks, 32, 0, B.N),
+            load_quads(wire, first, blocks, 32, 16, B.N),
+        )
         t0, t1, t2, t3 = add_bytes(t0, t1, t2, t3, low, step, magic, B)
         t4, t5, t6, t7 = add_bytes(t4, t5, t6, t7, high, step, magic, B)
         t = t0, t1, t2, t3, t4, t5, t6, t7

@@ -90,7 +90,9 @@ def make_tile(format: GroupFormat, values: int, interpret: bool) -> Tile:
 def make_rotation(values: int, interpret: bool) -> Rotation:
     """Constants of the rotation of a tile of ``values`` values."""
     R = values // POINT
-    return Rotation.of(R=R, G=POINT, POINT=POINT, BLOCKS=1, BLOCK=HADAMARD_POINTS, INTERPRET=interpret)
+    return Rotation.of(
+        R=R, G=POINT, POINT=POINT, BLOCKS=1, BLOCK=HADAMARD_POINTS, INTERPRET=interpret
+    )
 
 
 @triton.jit
@@ -128,7 +130,9 @@ def quantize_kernel(
         tl.program_id(0), tl.cdiv(groups, C.R) * rows, tl.num_programs(0), num_stages=STAGES
     ):
         row, first = row_and_group(as_tensor(tile), groups, C)
-        start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
+        start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(
+            tl.int64
+        ) * inner_stride
         if C.HADAMARD:
             mask = inside(first, numel, H.R, H.POINT, TAIL, C)
             value = tl.load(at(x, start, first, H.R, H.POINT, C), mask=mask, other=0.0)
@@ -171,7 +175,9 @@ def sum_kernel(
 ):  # fmt: skip
     """out[row] = scale * WHT(sum over senders of q * step). A program takes R blocks of a row."""
     first, row = tl.program_id(0) * B.N, tl.program_id(1).to(tl.int64)
-    h = sum_blocks(wires + row * row_stride, sender_stride, first, groups * (B.G // BLOCK), groups, S, B)
+    h = sum_blocks(
+        wires + row * row_stride, sender_stride, first, groups * (B.G // BLOCK), groups, S, B
+    )
     if B.HADAMARD:
         h = rotated_blocks(h, B)
     begin = first.to(tl.int64) * BLOCK
@@ -233,7 +239,9 @@ def _tiled(
         tuning = tuning._replace(stages=STAGES[operation])
     values, least = tuning.tile, format.group_size  # a tile is a group at least
     if operation == "quantize" and result == torch.float32 and format.hadamard:
-        values //= 2  # fp32 is three bf16 operands of the rotation: half as many fit into the registers
+        values //= (
+            2  # fp32 is three bf16 operands of the rotation: half as many fit into the registers
+        )
     elif operation == "sum_dequantize":
         least = HADAMARD_POINTS
     elif isinstance(result, GroupFormat):
@@ -275,8 +283,14 @@ def quantize_difference(new: torch.Tensor, old: torch.Tensor, format: GroupForma
     """reference.quantize_difference as one kernel; codes of the difference itself (no Hadamard)."""
     if format.hadamard:
         return reference.quantize_difference(new, old, format)
-    if new.shape != old.shape or new.dim() != 1 or not (new.is_contiguous() and old.is_contiguous()):
-        raise ValueError(f"new {list(new.shape)} and old {list(old.shape)} must be alike, flat, contiguous")
+    if (
+        new.shape != old.shape
+        or new.dim() != 1
+        or not (new.is_contiguous() and old.is_contiguous())
+    ):
+        raise ValueError(
+            f"new {list(new.shape)} and old {list(old.shape)} must be alike, flat, contiguous"
+        )
     numel = new.numel()
     out = _new_wires(1, numel, format, new.device)
     if numel == 0:
@@ -308,20 +322,28 @@ def sum_dequantize(
     tuning, blocks = _tiled("sum_dequantize", format, out.dtype, device_for(wires))
     sizes = numel, format.groups(numel), float(scale)
     tiles = ceil_div(numel, blocks.N.value * HADAMARD_POINTS)
-    _start_rows(sum_kernel, tiles, wires, out, sizes, tuning, TAIL=numel % HADAMARD_POINTS != 0, B=blocks)
+    _start_rows(
+        sum_kernel, tiles, wires, out, sizes, tuning, TAIL=numel % HADAMARD_POINTS != 0, B=blocks
+    )
     return out
 
 
-def _start_rows(kernel, tiles: int, wires, out, sizes: tuple, tuning: Tuning, **constants: object) -> None:
+def _start_rows(
+    kernel, tiles: int, wires, out, sizes: tuple, tuning: Tuning, **constants: object
+) -> None:
     """Start ``kernel`` for wires [S, rows, bytes] and out [rows, ..], ``tiles`` programs a row."""
     for begin in range(0, len(out), MOST_ROWS):
         part = out[begin : begin + MOST_ROWS]
         tensors = wires[:, begin:] if begin else wires, part
         fixed = *sizes, wires.stride(0), wires.stride(1), out.stride(0)
-        start(kernel, (tiles, len(part)), tensors, fixed, S=len(wires), **constants, **tuning.options)
+        start(
+            kernel, (tiles, len(part)), tensors, fixed, S=len(wires), **constants, **tuning.options
+        )
 
 
-def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat) -> torch.Tensor:
+def sum_requantize(
+    wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat
+) -> torch.Tensor:
     """reference.sum_requantize as one kernel."""
     if format.hadamard != target.hadamard:
         raise ValueError(f"{format} and {target} must both be rotated or both not")
@@ -342,7 +364,9 @@ def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target:
     return out
 
 
-def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor) -> torch.Tensor:
+def add_dequantized(
+    wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor
+) -> torch.Tensor:
     """reference.add_dequantized as one kernel."""
     if format.hadamard:
         return reference.add_dequantized(wires, format, weights)

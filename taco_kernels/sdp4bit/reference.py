@@ -48,7 +48,11 @@ class GroupFormat:
     """Codes are of the values' 32-point Walsh-Hadamard transform, WHT(x / 32) in Sylvester order."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("bits", BITS), ("group_size", GROUP_SIZES), ("hadamard", (True, False))):
+        for name, allowed in (
+            ("bits", BITS),
+            ("group_size", GROUP_SIZES),
+            ("hadamard", (True, False)),
+        ):
             check_choice(name, getattr(self, name), allowed)
 
     @property
@@ -103,12 +107,16 @@ def encode_groups(h: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     amax = h.abs().amax(dim=-1)
     bad, zero = ~torch.isfinite(h).all(dim=-1), amax == 0
     amax = amax.masked_fill(bad, 0.0).clamp(min=FLOOR)
-    step = amax / amax.new_tensor(float(format.qmax))  # a tensor: torch divides by numbers with a reciprocal
+    step = amax / amax.new_tensor(
+        float(format.qmax)
+    )  # a tensor: torch divides by numbers with a reciprocal
     step = ((step.view(torch.int32) + 0xFF) & -0x100).view(torch.float32)
     inverse = step.reciprocal().masked_fill(bad, 0.0)
     codes = round_to_integers(h, inverse[..., None], format.bits).view(rows, groups * size)
     step = step.masked_fill(zero, 0.0).masked_fill(bad, math.nan)
-    wires = torch.cat([*pack(codes, (format.bits,)), step.view(rows, groups).view(torch.uint8)], dim=1)
+    wires = torch.cat(
+        [*pack(codes, (format.bits,)), step.view(rows, groups).view(torch.uint8)], dim=1
+    )
     return F.pad(wires, (0, -wires.shape[1] % ALIGNMENT))
 
 
@@ -159,7 +167,9 @@ def sum_dequantize(
     return out.copy_(total[:, : out.shape[-1]] * scale)
 
 
-def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat) -> torch.Tensor:
+def sum_requantize(
+    wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat
+) -> torch.Tensor:
     """The sum over S of wires uint8[S, rows, bytes] of ``numel`` values, as wires of ``target``: uint8[rows,
     bytes of target]. Both formats are rotated, or neither: the sum does not leave the domain of the codes."""
     if format.hadamard != target.hadamard:
@@ -170,11 +180,15 @@ def sum_requantize(wires: torch.Tensor, format: GroupFormat, numel: int, target:
         return torch.empty(rows, target.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
     total = sum_senders(wires, format, numel)
     size = target.groups(numel) * target.group_size
-    total = F.pad(total, (0, size - total.shape[1]))  # what is cropped is zero, or not finite like its group
+    total = F.pad(
+        total, (0, size - total.shape[1])
+    )  # what is cropped is zero, or not finite like its group
     return encode_groups(total.reshape(rows, -1, target.group_size), target)
 
 
-def add_dequantized(wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor) -> torch.Tensor:
+def add_dequantized(
+    wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor
+) -> torch.Tensor:
     """Add wires uint8[rows, bytes] to weights[rows, n] in place: fp32 sum, rounded to the weights' type."""
     check_rows(weights, "weights")
     format.check_wires(wires, (weights.shape[0],), weights.shape[-1])

@@ -205,7 +205,9 @@ def slot_bytes() -> int:
 def channel_shape(world_size: int, programs: int) -> ChannelShape:
     """Compile-time constants of a channel for ``programs`` programs."""
     slot, flags = slot_bytes(), 2 * world_size * programs * 8
-    sizes = dict(SLOT=slot, SLOTS_AT=aligned(flags, 1024), AREA=programs * DEPTH * world_size * slot)
+    sizes = dict(
+        SLOT=slot, SLOTS_AT=aligned(flags, 1024), AREA=programs * DEPTH * world_size * slot
+    )
     return ChannelShape.of(W=world_size, PROGRAMS=programs, DEPTH=DEPTH, **sizes)
 
 
@@ -228,14 +230,21 @@ class Channel:
     def __init__(
         self, addresses: list[int], rank: int, device: torch.device, programs: int, timeout: float
     ) -> None:
-        self.rank, self.world_size, self.programs, self.device = rank, len(addresses), programs, device
+        self.rank, self.world_size, self.programs, self.device = (
+            rank,
+            len(addresses),
+            programs,
+            device,
+        )
         self.memory, self.timeout_ns = addresses[rank], int(timeout * 1e9)
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.steps = torch.zeros(programs, dtype=torch.int64, device=device)  # done so far
         # pinned: 1 + the rank that a program gave up waiting for, else 0
         self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.error_address = self._error.data_ptr()
-        self._error_code = ctypes.c_int32.from_address(self.error_address)  # is read faster than the tensor
+        self._error_code = ctypes.c_int32.from_address(
+            self.error_address
+        )  # is read faster than the tensor
         self.plans: dict = {}  # of collectives.py, for calls to come
 
     def check(self) -> None:

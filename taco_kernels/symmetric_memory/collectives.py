@@ -9,7 +9,11 @@ from taco_kernels.common import addressable, ceil_div, check_tensor, fast_launch
 from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.reference import hadamard
 from taco_kernels.symmetric_memory.channel import WARPS, Channel, channel_shape, tile_of
-from taco_kernels.symmetric_memory.kernels import all_gather_kernel, all_reduce_kernel, reduce_scatter_kernel
+from taco_kernels.symmetric_memory.kernels import (
+    all_gather_kernel,
+    all_reduce_kernel,
+    reduce_scatter_kernel,
+)
 from taco_kernels.taco import launch
 from taco_kernels.taco.layout import CodecConfig, check_same_groups
 from taco_kernels.taco.spec import make_flags, make_spec
@@ -57,7 +61,9 @@ def reduce_scatter(
     Arguments as for ``all_reduce``.
     """
     if x.shape[0] % channel.world_size:
-        raise ValueError(f"the first dimension of {tuple(x.shape)} must divide by {channel.world_size} ranks")
+        raise ValueError(
+            f"the first dimension of {tuple(x.shape)} must divide by {channel.world_size} ranks"
+        )
     shape = x.shape[0] // channel.world_size, *x.shape[1:]
     pieces = x.numel(), x.numel() // channel.world_size, x.dtype, launch.layout_of(x)
     return _run(reduce_scatter_kernel, channel, x, out, shape, config, config, *pieces)
@@ -80,14 +86,18 @@ def all_gather_encoded(
     return _run(all_gather_kernel, channel, addressable(wire), out, shape, config, config, *pieces)
 
 
-def _run(kernel, channel, x, out, shape, config, config_out, numel, piece, dtype, layout) -> torch.Tensor:
+def _run(
+    kernel, channel, x, out, shape, config, config_out, numel, piece, dtype, layout
+) -> torch.Tensor:
     """Launch ``kernel`` on ``x`` of ``layout``, ``numel`` values of ``dtype`` in pieces of ``piece``, by a
     plan that is made once; returns ``out``, new if None."""
     channel.check()
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=x.device)
     elif out.shape != torch.Size(shape) or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"out must be a contiguous {dtype}{list(shape)}, not {out.dtype}{list(out.shape)}")
+        raise ValueError(
+            f"out must be a contiguous {dtype}{list(shape)}, not {out.dtype}{list(out.shape)}"
+        )
     key = kernel, config, config_out, numel, piece, dtype, layout
     plan = channel.plans.get(key)
     if plan is None:
@@ -103,7 +113,9 @@ def _plan(channel: Channel, kernel, config, config_out, numel, piece, dtype, lay
     size, own = config.group_size, _own(channel.table.device)
     groups = ceil_div(piece, size)
     launch.check_groups(groups * channel.world_size)
-    whole = kernel is reduce_scatter_kernel and piece == numel and channel.world_size > 1  # all want all of x
+    whole = (
+        kernel is reduce_scatter_kernel and piece == numel and channel.world_size > 1
+    )  # all want all of x
     uneven = piece % size and not whole
     rows = None if uneven and layout else launch.rows_of(layout, size)  # None: x is to be copied
     walkable = rows is not None
@@ -134,7 +146,9 @@ def _constants(kernel, config, config_out, dtype, device, shape, strided, tail, 
         constants |= dict(HALF=spec(config, tile // 2), D=spec(config_out, tile))
         constants["DHALF"] = spec(config_out, tile // 2)
     constants |= dict(WHOLE=whole) if kernel is reduce_scatter_kernel else {}
-    sums = kernel is reduce_scatter_kernel and shape[0] != 2  # transforms of fp32 sums, not of codes
+    sums = (
+        kernel is reduce_scatter_kernel and shape[0] != 2
+    )  # transforms of fp32 sums, not of codes
     points, half = full.POINT.value, torch.bfloat16 if dtype == torch.float32 else dtype
     to_wire = _matrix(points, 1 / config.group_size, True, half, device)
     from_wire = _matrix(points, 1.0, False, torch.bfloat16 if sums else torch.float16, device)

@@ -66,9 +66,15 @@ def hosts_reason(group: dist.ProcessGroup) -> str | None:
 def peer_access_reason(group: dist.ProcessGroup) -> str | None:
     """Which devices of a host have no access to each other's memory, or None. Collective."""
     uuids, own = _gathered(_view()["uuid"], group), torch.cuda.current_device()
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    peers = {rank: visible[uuid] for rank, uuid in enumerate(uuids) if visible.get(uuid, own) != own}
-    without = [rank for rank, peer in peers.items() if not torch.cuda.can_device_access_peer(own, peer)]
+    visible = {
+        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
+    }
+    peers = {
+        rank: visible[uuid] for rank, uuid in enumerate(uuids) if visible.get(uuid, own) != own
+    }
+    without = [
+        rank for rank, peer in peers.items() if not torch.cuda.can_device_access_peer(own, peer)
+    ]
     for rank, others in enumerate(_gathered(without, group)):
         if others:
             return f"the device of rank {rank} has no peer access to that of rank {others[0]}"

@@ -15,7 +15,14 @@ import triton.language as tl
 
 from taco_kernels.common.hadamard import shuffle, transform, unshuffle
 from taco_kernels.common.packing import load_plane, store_plane
-from taco_kernels.symmetric_memory.channel import ack_flag, arrival, data_flag, publish, returned, wait
+from taco_kernels.symmetric_memory.channel import (
+    ack_flag,
+    arrival,
+    data_flag,
+    publish,
+    returned,
+    wait,
+)
 from taco_kernels.taco.outlier_kernels import (
     add_lists,
     any_list,
@@ -44,7 +51,9 @@ UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups"]
 @triton.jit
 def load_matrix(matrix, C: tl.constexpr):
     """[POINT, POINT] at ``matrix``."""
-    return tl.load(matrix + tl.arange(0, C.POINT)[:, None] * C.POINT + tl.arange(0, C.POINT)[None, :])
+    return tl.load(
+        matrix + tl.arange(0, C.POINT)[:, None] * C.POINT + tl.arange(0, C.POINT)[None, :]
+    )
 
 
 @triton.jit
@@ -135,7 +144,9 @@ def copy_tile(wire, table, offset, first, groups, rank, W: tl.constexpr, C: tl.c
             copy_plane(wire, table, offset, C.G // 2, first, groups, rank, HIGH, W, C)
     if C.DUAL:
         row = first + tl.arange(0, C.R)
-        at = (wire + tl.full((), C.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32)) + row
+        at = (wire + tl.full((), C.PAYLOAD, tl.int64) * groups).to(
+            tl.pointer_type(tl.float32)
+        ) + row
         s = tl.load(at, mask=row < groups, other=0.0)
         step = dual_step(s, tl.load(at + groups, mask=row < groups, other=1.0), C)
         for k in tl.static_range(1, W + 1):
@@ -144,7 +155,9 @@ def copy_tile(wire, table, offset, first, groups, rank, W: tl.constexpr, C: tl.c
     else:
         copy_plane(wire, table, offset, C.PAYLOAD, first, groups, rank, 2, W, C)
     if C.OUTLIERS:
-        SCALES: tl.constexpr = 8 if C.DUAL else 2  # unlike in a slot both dual scales precede the lists
+        SCALES: tl.constexpr = (
+            8 if C.DUAL else 2
+        )  # unlike in a slot both dual scales precede the lists
         word, inside = list_places(first, groups, C)
         used = tl.full((), C.PAYLOAD + SCALES, tl.int64) * groups
         at = (wire + (used + 15) // 16 * 16).to(tl.pointer_type(tl.int32)) + word
@@ -199,7 +212,9 @@ def all_reduce_kernel(
                     words = empty_lists(HALF)
                     if tl.max(found, axis=0) > 0:
                         h, words = sum_lists(h, slots, distance, row, full, E.W, HALF)
-                for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic, W of the stores
+                for k in tl.static_range(
+                    1, E.W + 1
+                ):  # own last; one copy of the arithmetic, W of the stores
                     to = peer_slot(table, (rank + k) % E.W, slot)
                     encode_groups(h, to, row, full, DHALF)
                     if C.OUTLIERS:
@@ -217,7 +232,9 @@ def all_reduce_kernel(
                 write_tile(out, value, piece, first, message, rows, OUT_FLAGS, C)
         if not last:
             publish(table, program, rank, done + i + 1, done + i, E)
-    if E.W == 2:  # an empty step: the next kernel may fill the slots of the sums, which must have been read
+    if (
+        E.W == 2
+    ):  # an empty step: the next kernel may fill the slots of the sums, which must have been read
         steps += 1
         publish(table, program, rank, done + steps, done + steps, E)
         wait(acks, done + steps, error, timeout, E)
@@ -255,7 +272,9 @@ def reduce_scatter_kernel(
                     first = ((program + i * programs) * TILES + tile) * C.R
                     h, words = rotated_tile(x, zero, first, message, rows, matrix, FLAGS, C)
                     for k in tl.static_range(1, E.W + 1):  # own last; one copy of the arithmetic
-                        store_wire(h, words, peer_slot(table, (rank + k) % E.W, slot + tile * E.AREA), C)
+                        store_wire(
+                            h, words, peer_slot(table, (rank + k) % E.W, slot + tile * E.AREA), C
+                        )
             else:
                 first = (program + i * programs) * C.R
                 for k in range(E.W):
@@ -278,7 +297,9 @@ def reduce_scatter_kernel(
                     h = decode_two(slots, distance, zero, full, load_matrix(from_wire, C), C)
                 else:
                     h = tl.zeros([C.R, C.G], tl.float32)
-                    for w in range(E.W):  # one after the other: fewer registers, as the sum is transformed
+                    for w in range(
+                        E.W
+                    ):  # one after the other: fewer registers, as the sum is transformed
                         sender = tl.full((), 0, tl.int64) + w
                         h = add_sender(h, slots, sender, distance, zero, full, C)
                     if C.HADAMARD:

@@ -24,7 +24,9 @@ class CallOrder(GraphObserver[set[Channel]]):
     def __init__(self) -> None:
         super().__init__(set)
         self._last: dict[int, torch.cuda.Stream] = {}  # by device, of its last eager call or replay
-        self._last_captured: dict[int, torch.cuda.Stream] = {}  # the same in the capture that began last
+        self._last_captured: dict[
+            int, torch.cuda.Stream
+        ] = {}  # the same in the capture that began last
 
     def follow(self, channel: Channel) -> None:
         """What the current stream is given next runs after all earlier collectives of the device."""

@@ -56,7 +56,9 @@ def encode_kernel(
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
     matrix = sylvester(C, 1.0 / C.G, True, dot_type)
     per_chunk = tl.cdiv(groups, C.USED)
-    for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
+    for number in tl.range(
+        tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES
+    ):
         tile = as_tensor(number)
         chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
         end = end_of(first, groups, C)
@@ -78,7 +80,9 @@ def decode_kernel(
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.float16)
     per_chunk = tl.cdiv(groups, C.USED)
-    for number in tl.range(tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES):
+    for number in tl.range(
+        tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES
+    ):
         tile = as_tensor(number)
         chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
         end = end_of(first, groups, C)
@@ -105,7 +109,9 @@ def decode_sum_kernel(
     step."""
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.float16 if W == 2 else tl.bfloat16)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES):
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES
+    ):
         first = as_tensor(tile) * C.R
         if C.OUTLIERS:
             found = any_list(wires, wire_stride, first, groups, W, C)
@@ -193,7 +199,9 @@ def rows_of(layout: Layout, group_size: int) -> Rows | None:
 def check_groups(groups: int) -> None:
     """Raise ValueError where kernels, which number groups with 32 bits, cannot number so many."""
     if groups >= 2**31 - 2**15:
-        raise ValueError(f"{groups} groups in one call; use a larger group_size or fewer than 2^31 groups")
+        raise ValueError(
+            f"{groups} groups in one call; use a larger group_size or fewer than 2^31 groups"
+        )
 
 
 def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
@@ -258,17 +266,27 @@ def _plan(
     check_groups(groups * chunks)
     device = device_number(index)
     whole = (
-        chunks > 1 and not config.outliers and (numel, stride) == (chunks * chunk, config.wire_bytes(chunk))
+        chunks > 1
+        and not config.outliers
+        and (numel, stride) == (chunks * chunk, config.wire_bytes(chunk))
     )
     if whole and 2 * chunk <= tuning_in(operation, config, device, groups * chunks, 1).tile:
-        groups, chunks, row = groups * chunks, 1, groups  # tiles hold several whole chunks, such as tokens
+        groups, chunks, row = (
+            groups * chunks,
+            1,
+            groups,
+        )  # tiles hold several whole chunks, such as tokens
     tuning = tuning_in(operation, config, device, groups, chunks)
-    if operation == "encode" and dtype == torch.float32:  # takes twice the registers: no limit on them
+    if (
+        operation == "encode" and dtype == torch.float32
+    ):  # takes twice the registers: no limit on them
         tuning = tuning._replace(registers=None)
     spec = make_spec(config, tuning.tile, device, row=row)
     flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
     launch = fast_launch.Launch(
-        {"encode": encode_kernel, "decode": decode_kernel, "decode_sum": decode_sum_kernel}[operation],
+        {"encode": encode_kernel, "decode": decode_kernel, "decode_sum": decode_sum_kernel}[
+            operation
+        ],
         device.grid(ceil_div(groups, spec.USED.value) * chunks, tuning),
         (numel, groups, *([] if senders else [chunks]), stride, *rows[:4]),
         dict(FLAGS=flags, C=spec, **tuning.options) | (dict(W=senders) if senders else {}),

@@ -26,8 +26,22 @@ GROUP_SIZES = (32, 64, 128, 256)
 BEND = {"int4": 4, "int5": 9, "int6": 18}
 """``a`` of the quadratic grid, by format."""
 
-_QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
-_PLANES = {"fp8-e4m3": (8,), "fp8-e5m2": (8,), "int8": (8,), "int6": (4, 2), "int5": (4, 1), "int4": (4,)}
+_QMAX = {
+    "fp8-e4m3": 448.0,
+    "fp8-e5m2": 57344.0,
+    "int8": 127.0,
+    "int6": 31.0,
+    "int5": 15.0,
+    "int4": 7.0,
+}
+_PLANES = {
+    "fp8-e4m3": (8,),
+    "fp8-e5m2": (8,),
+    "int8": (8,),
+    "int6": (4, 2),
+    "int5": (4, 1),
+    "int4": (4,),
+}
 _SCALE_BYTES = {"dual": 8, "single": 2, "signed": 2}
 
 
@@ -60,7 +74,9 @@ class CodecConfig:
         ):
             check_choice(name, getattr(self, name), allowed)
         if self.scales == "signed" and self.is_float:
-            raise ValueError(f"scales='signed' needs integers, not {self.format}; use scales='single'")
+            raise ValueError(
+                f"scales='signed' needs integers, not {self.format}; use scales='single'"
+            )
 
     @property
     def is_float(self) -> bool:

@@ -56,7 +56,9 @@ def blocks_of_words(x, wanted, C: tl.constexpr):
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     words = (((bits & 0x7FFFFFFF) + 0x800) & MAGNITUDE) | ((bits >> 20) & SIGN)
     words = words | (tl.arange(0, C.R) % (BLOCK // C.G) * C.G)[:, None]
-    words = words | tl.arange(0, C.G)[None, :]  # two steps: a place of each value would stay in registers
+    words = (
+        words | tl.arange(0, C.G)[None, :]
+    )  # two steps: a place of each value would stay in registers
     words = tl.where(wanted & ((bits << 1) != 0), words, 0)
     return tl.reshape(words, [C.R * C.G // BLOCK, BLOCK])
 
@@ -80,11 +82,15 @@ def largest_of_eight(x, C: tl.constexpr):
     """
     kind: tl.constexpr = "bf16x2" if x.dtype == tl.bfloat16 else "f16x2"
     text: tl.constexpr = ("max.xorsign.abs." if C.MAGNITUDE_MAX else "max.") + kind + " $0, $1, $2;"
-    x = tl.permute(tl.reshape(x, [C.R, C.G // 8, 2, 2, 2]), [0, 1, 4, 2, 3])  # pairs stay in their registers
+    x = tl.permute(
+        tl.reshape(x, [C.R, C.G // 8, 2, 2, 2]), [0, 1, 4, 2, 3]
+    )  # pairs stay in their registers
     even, odd = tl.split(x)
     x = tl.inline_asm_elementwise(text, "=r,r,r", [even, odd], dtype=x.dtype, is_pure=True, pack=2)
     even, odd = tl.split(x)
-    return tl.inline_asm_elementwise(text, "=r,r,r", [even, odd], dtype=x.dtype, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(
+        text, "=r,r,r", [even, odd], dtype=x.dtype, is_pure=True, pack=2
+    )
 
 
 @triton.jit
@@ -170,7 +176,9 @@ def any_list(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr
             )
     else:
         for w in range(1, W):
-            found = tl.maximum(found, load_lists(wires + w * wire_stride.to(tl.int64), first, groups, C))
+            found = tl.maximum(
+                found, load_lists(wires + w * wire_stride.to(tl.int64), first, groups, C)
+            )
     return found
 
 
@@ -212,7 +220,9 @@ def put_back(h, word, C: tl.constexpr):
 @triton.jit
 def sum_lists(h, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
     """h with what finds no slot in the lists of the sum, and those, int32[R * G / BLOCK, SLOTS]."""
-    total = add_every_list(tl.zeros([C.R, C.G], tl.float32), wires, wire_stride, first, groups, W, C)
+    total = add_every_list(
+        tl.zeros([C.R, C.G], tl.float32), wires, wire_stride, first, groups, W, C
+    )
     best, others = split_words(blocks_of_words(total, total != 0.0, C), C)
     largest = tl.max(others, axis=1)
     while tl.max(largest, axis=0) > 0:

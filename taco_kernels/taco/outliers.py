@@ -46,7 +46,9 @@ def values_of(words: torch.Tensor) -> torch.Tensor:
     return ((words & _MAGNITUDE) | (words & _SIGN) << 20).view(torch.float32)
 
 
-def split(groups: torch.Tensor, candidates: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def split(
+    groups: torch.Tensor, candidates: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Lists int32[blocks, SLOTS] of the largest ``candidates`` bool[n, G] (by default the outliers) of
     fp32[n, G], and the groups without those."""
     candidates = is_outlier(groups) if candidates is None else candidates
@@ -70,7 +72,9 @@ def add(groups: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return flat.view_as(groups)
 
 
-def sum_lists(lists: list[torch.Tensor], h: torch.Tensor, rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_lists(
+    lists: list[torch.Tensor], h: torch.Tensor, rotated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One list a block of the senders' lists, int32[blocks, SLOTS] added in their order, and h with what
     found no slot there: fp32[n, G], the sum of the groups, in the Hadamard domain (of the mean) if
     ``rotated``."""

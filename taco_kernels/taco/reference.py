@@ -101,7 +101,9 @@ def round_to_grid(h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig) -
     v = (h * inverse).nan_to_num(nan=0.0).clamp(-config.qmax, config.qmax)
     # n steps of the binade that |v| lies in. Codes are consecutive integers, so n simply adds to the binade's
     # first code, also where it carries into the next one or where the number is subnormal.
-    mantissa, lowest = (3, 121) if config.format == "fp8-e4m3" else (2, 113)  # biased exponent of min normal
+    mantissa, lowest = (
+        (3, 121) if config.format == "fp8-e4m3" else (2, 113)
+    )  # biased exponent of min normal
     bits = v.view(torch.int32)
     exponent = (bits >> 23 & 0xFF).clamp(min=lowest)
     ulp = ((exponent - mantissa) << 23).view(torch.float32)
@@ -129,7 +131,9 @@ def encode_groups(h: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torc
     amax = h.abs().amax(dim=1)
     bad, zero = ~torch.isfinite(h).all(dim=1), amax == 0
     amax = amax.masked_fill(bad, 0.0).clamp(min=amax_floor(config))
-    qmax = amax.new_tensor(config.qmax)  # a tensor: torch divides by and into numbers with a reciprocal
+    qmax = amax.new_tensor(
+        config.qmax
+    )  # a tensor: torch divides by and into numbers with a reciprocal
     if config.scales == "signed":
         high, low = h.amax(dim=1), (-h).amax(dim=1)
         near = torch.minimum(high, low).masked_fill(bad, 0.0)
@@ -154,12 +158,16 @@ def encode_groups(h: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torc
         scales = [s, alpha]
     scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
     codes = round_to_grid(h, inverse.masked_fill(bad, 0.0)[:, None], config)
-    parts = [p.reshape(chunks, -1).view(torch.uint8) for p in [*pack(codes, config.planes), *scales]]
+    parts = [
+        p.reshape(chunks, -1).view(torch.uint8) for p in [*pack(codes, config.planes), *scales]
+    ]
     wires = torch.cat(parts, dim=1)
     return torch.nn.functional.pad(wires, (0, -wires.shape[1] % ALIGNMENT))
 
 
-def decode_groups(wires: torch.Tensor, groups: int, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_groups(
+    wires: torch.Tensor, groups: int, config: CodecConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Code values fp32[chunks * groups, G] and step fp32[chunks * groups, 1] of uint8[chunks, bytes]."""
     widths = [groups * config.group_size * bits // 8 for bits in config.planes]
     dtype = torch.float32 if config.scales == "dual" else torch.bfloat16
@@ -167,10 +175,13 @@ def decode_groups(wires: torch.Tensor, groups: int, config: CodecConfig) -> tupl
     used = wires[:, : groups * config.bytes_per_group()]
     pieces = used.split(widths + [groups * dtype.itemsize] * scale_count, dim=1)
     rows = len(wires) * groups
-    q = code_values(unpack([p.reshape(rows, -1) for p in pieces[: len(widths)]], config.planes), config)
+    q = code_values(
+        unpack([p.reshape(rows, -1) for p in pieces[: len(widths)]], config.planes), config
+    )
     # contiguous and cloned: a slice may be misaligned
     scales = [
-        p.clone(memory_format=torch.contiguous_format).view(dtype).view(-1) for p in pieces[len(widths) :]
+        p.clone(memory_format=torch.contiguous_format).view(dtype).view(-1)
+        for p in pieces[len(widths) :]
     ]
     if config.scales == "dual":
         step = scales[0] * (1.0 / root(config)) / scales[1]
@@ -232,7 +243,9 @@ def decode(
         values = values_of(wires, groups, config)
         if config.outliers:
             rows = zip(values, wires, strict=True)
-            values = torch.stack([outliers.add(row, lists_of(wire, groups, config)) for row, wire in rows])
+            values = torch.stack(
+                [outliers.add(row, lists_of(wire, groups, config)) for row, wire in rows]
+            )
         flat = values.reshape(-1)
     result = flat[:numel].view(shape).to(dtype)
     return result if out is None else out.copy_(result)
@@ -266,7 +279,9 @@ def decode_sum(
         result = torch.empty(shape, dtype=dtype, device=wires.device)
     else:
         if len(wires) == 2:
-            total = torch.add(*values_of(wires, config.chunk_numel(numel) // config.group_size, config))
+            total = torch.add(
+                *values_of(wires, config.chunk_numel(numel) // config.group_size, config)
+            )
         else:
             total = sum_groups(wires, numel, config)
             total = hadamard(total) if config.hadamard else total

@@ -81,7 +81,9 @@ class Spec(Constants):
 
 
 @lru_cache
-def make_spec(config: CodecConfig, tile: int, device: Device, merged: bool = False, row: int = 0) -> Spec:
+def make_spec(
+    config: CodecConfig, tile: int, device: Device, merged: bool = False, row: int = 0
+) -> Spec:
     """Constants for tiles of ``tile`` values; cached, as launches hash and compare them.
 
     ``merged``, ``row``: see Spec.MERGED and Spec.ROW.
@@ -147,7 +149,12 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
         tuning = tuning._replace(stages=1)
     elif operation == "decode_sum_encode" and config.bits == 8:
         tuning = tuning._replace(registers=80)
-    if operation == "encode" and config.group_size == 32 and not config.hadamard and config.bits < 8:
+    if (
+        operation == "encode"
+        and config.group_size == 32
+        and not config.hadamard
+        and config.bits < 8
+    ):
         tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
     if config.outliers and operation == "decode" and tuning.programs == 3:
         tuning = tuning._replace(registers=168)
@@ -159,7 +166,12 @@ def tuning_of(operation: str, config: CodecConfig) -> Tuning:
 def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
     """``tuning_of`` on sm_90; elsewhere one conservative table, compiled, not timed."""
     measured = tuning_of(operation, config)
-    if device.capability[0] == 10 and operation == "encode" and config.bits < 8 and config.group_size == 64:
+    if (
+        device.capability[0] == 10
+        and operation == "encode"
+        and config.bits < 8
+        and config.group_size == 64
+    ):
         return measured._replace(tile=4096)  # the fused kernels' too, which decode: see tuning_in
     if not device.small:
         return measured
@@ -179,7 +191,9 @@ def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
     return Tuning(8192, 4, 2, 3, 168 if config.outliers else None)
 
 
-def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, chunks: int) -> Tuning:
+def tuning_in(
+    operation: str, config: CodecConfig, device: Device, groups: int, chunks: int
+) -> Tuning:
     """How an operation on ``chunks`` chunks of ``groups`` groups each is run. Many chunks that are shorter
     than a tile have one of their size (not timed). Those of a collective keep the tile that its fused kernels
     have: on smaller ones products may sum in another order."""
@@ -188,6 +202,12 @@ def tuning_in(operation: str, config: CodecConfig, device: Device, groups: int, 
     if chunks > MOST_RANKS and tile < tuning.tile:
         programs = min(4, tuning.programs * tuning.tile // tile)
         tuning = tuning._replace(tile=tile, programs=programs, registers=None)
-    if device.capability[0] == 10 and operation != "encode" and tuning.tile == 128 * config.group_size:
-        tuning = tuning._replace(tile=tuning.tile // 2)  # Triton 3.6 fails on 4 to 6 bits in 128 rows
+    if (
+        device.capability[0] == 10
+        and operation != "encode"
+        and tuning.tile == 128 * config.group_size
+    ):
+        tuning = tuning._replace(
+            tile=tuning.tile // 2
+        )  # Triton 3.6 fails on 4 to 6 bits in 128 rows
     return tuning

@@ -36,7 +36,9 @@ def tile_pointers(x, first, rows, FLAGS: tl.constexpr, C: tl.constexpr):
         run, inner, stride_outer, stride_inner = rows
         group = first + tl.arange(0, C.R)
         row = group // run
-        start = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
+        start = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(
+            tl.int64
+        ) * stride_inner
         at = x + (start + (group % run) * C.G)[:, None] + column
     else:
         at = x + first.to(tl.int64) * C.G + (tl.arange(0, C.R) * C.G)[:, None] + column
@@ -48,7 +50,9 @@ def tile_mask(first, numel, FLAGS: tl.constexpr, C: tl.constexpr):
     """Which of groups first... lie inside: [R, 1], or [R, G] where the last group is not whole (TAIL)."""
     left = numel - first.to(tl.int64) * C.G
     before = (tl.arange(0, C.R) * C.G)[:, None]
-    if FLAGS.TAIL:  # 32 bits and few places of values: the compiler keeps them in registers through the loop
+    if (
+        FLAGS.TAIL
+    ):  # 32 bits and few places of values: the compiler keeps them in registers through the loop
         left = tl.maximum(tl.minimum(left, C.R * C.G), 0).to(tl.int32)
         mask = tl.arange(0, C.G)[None, :] < left - before
     else:
@@ -59,7 +63,9 @@ def tile_mask(first, numel, FLAGS: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def load_tile(x, first, numel, rows, FLAGS: tl.constexpr, C: tl.constexpr):
     """[R, G] groups first..., zeros beyond numel."""
-    return tl.load(tile_pointers(x, first, rows, FLAGS, C), mask=tile_mask(first, numel, FLAGS, C), other=0.0)
+    return tl.load(
+        tile_pointers(x, first, rows, FLAGS, C), mask=tile_mask(first, numel, FLAGS, C), other=0.0
+    )
 
 
 @triton.jit
@@ -212,7 +218,9 @@ def store_padding(wire, first, groups, C: tl.constexpr):
     if C.ROW:
         USED: tl.constexpr = C.BYTES * C.ROW
         if USED % 16 != 0:
-            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[:, None]  # some are after the tile's
+            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[
+                :, None
+            ]  # some are after the tile's
             pad = USED + tl.arange(0, 16)[None, :]
             mask = (pad < (USED + 15) // 16 * 16) & (chunk * C.ROW < groups)
             tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R, 16], tl.uint8), mask=mask)

@@ -2,7 +2,13 @@
 
 from taco_kernels.common import dispatched
 from taco_kernels.tah_quant import reference
-from taco_kernels.tah_quant.reference import ALLOCATIONS, TILE_SIZES, TahConfig, TahLayout, layout_of
+from taco_kernels.tah_quant.reference import (
+    ALLOCATIONS,
+    TILE_SIZES,
+    TahConfig,
+    TahLayout,
+    layout_of,
+)
 
 # Triton kernels on CUDA tensors, ``reference.py`` on CPU tensors.
 encode = dispatched(reference.encode)

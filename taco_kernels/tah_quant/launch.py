@@ -169,7 +169,9 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
         else:
             store_plane(base, pack(codes & 3, 2, C), first, tiles, C.G // 4, C)
         if C.LOW == 3:
-            store_plane(after_plane(base, tiles, 2, C), pack(codes >> 2, 1, C), first, tiles, C.G // 8, C)
+            store_plane(
+                after_plane(base, tiles, 2, C), pack(codes >> 2, 1, C), first, tiles, C.G // 8, C
+            )
 
 
 @triton.jit
@@ -199,7 +201,9 @@ def decode_kernel(
             at = extra + slot.to(tl.int64)[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
             plane = tl.load(at, mask=high[:, None], other=0)
             codes = (codes << C.EXTRA) | unpack(plane, C.EXTRA, C)
-            zero = tl.where(high, zero, zero + step * ((2**C.EXTRA - 1) * 0.5))  # the middle of a cell
+            zero = tl.where(
+                high, zero, zero + step * ((2**C.EXTRA - 1) * 0.5)
+            )  # the middle of a cell
         codes = codes.to(tl.float32)
         pivot = tl.load(pivots + row, mask=inside, other=0).to(tl.int32)
         chosen, pivot = (pivot >= 128)[:, None], (pivot & 127)[:, None]
@@ -212,10 +216,14 @@ def decode_kernel(
         tl.store(pointers, y.to(x.dtype.element_ty), mask=mask)
 
 
-def _start(kernel, layout: TahLayout, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> None:
+def _start(
+    kernel, layout: TahLayout, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]
+) -> None:
     """Start a kernel on the tiles of ``layout``."""
     if layout.tiles >= 2**30:  # kernels number tiles with 32 bits
-        raise ValueError(f"{layout.tiles} tiles in one call; use a larger tile_size or smaller messages")
+        raise ValueError(
+            f"{layout.tiles} tiles in one call; use a larger tile_size or smaller messages"
+        )
     device = device_for(tensors[0])
     padded = layout.channels % layout.config.tile_size != 0
     spec = spec_of(layout.config, tensors[0].element_size(), padded, device.interpret)
@@ -246,7 +254,9 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     return wire
 
 
-def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def decode(
+    wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     """See reference.decode."""
     layout = layout_of(config, tuple(shape))
     check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))

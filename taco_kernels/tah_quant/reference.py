@@ -154,7 +154,11 @@ def layout_of(config: TahConfig, shape: tuple[int, ...]) -> TahLayout:
     words = ceil_div(population, 32)
     planes = tuple(width for width in (4, 2, 1) if config.low_bits & width)
     sizes = {f"base{i}": tiles * size * bits // 8 for i, bits in enumerate(planes)}
-    sizes |= {"extra": high_tiles * size * config.extra_bits // 8, "scales": 4 * tiles, "pivots": tiles}
+    sizes |= {
+        "extra": high_tiles * size * config.extra_bits // 8,
+        "scales": 4 * tiles,
+        "pivots": tiles,
+    }
     sizes["widths"] = 4 * words * populations if config.extra_bits else 0
     sections, end = {}, 0
     for name, bytes in sizes.items():
@@ -182,7 +186,9 @@ def round_down_fp16(x: torch.Tensor) -> torch.Tensor:
     """Largest fp16 that is not above x (fp32); minus infinity below the range."""
     half = x.half()
     bits = half.view(torch.int16)
-    below = torch.where(bits > 0, bits - 1, torch.where(bits == 0, -32767, bits + 1)).to(torch.int16)
+    below = torch.where(bits > 0, bits - 1, torch.where(bits == 0, -32767, bits + 1)).to(
+        torch.int16
+    )
     return torch.where(half.float() > x, below, bits).view(torch.float16)
 
 
@@ -220,7 +226,9 @@ def choose_high(entropies: torch.Tensor, layout: TahLayout) -> torch.Tensor:
         values = entropies.view(layout.population, layout.populations).t()
     else:
         missing = layout.populations * layout.population - layout.units
-        values = torch.nn.functional.pad(entropies, (0, missing), value=-math.inf).view(-1, layout.population)
+        values = torch.nn.functional.pad(entropies, (0, missing), value=-math.inf).view(
+            -1, layout.population
+        )
     order = values.sort(dim=1, descending=True, stable=True).indices
     counts = torch.full((layout.populations, 1), layout.high_units, device=values.device)
     counts[-1:] = layout.last_high_units  # a slice: assigning to one element copies from the host
@@ -238,7 +246,9 @@ def tile_slots(high: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     return tiles.reshape(-1).clamp(max=layout.high_tiles)
 
 
-def write_high(wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor, layout: TahLayout) -> None:
+def write_high(
+    wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor, layout: TahLayout
+) -> None:
     """Choose the high units by ``entropies`` fp32[units], and write the sections ``widths`` and ``extra``, of
     the extra bits of every tile, uint8[tiles, n]."""
     high = choose_high(entropies, layout)
@@ -281,10 +291,14 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     section(wire, "pivots", layout).copy_(pivots)
     low, high = y.aminmax(dim=1)
     zeros = round_down_fp16(low.masked_fill(~fits, 0.0))
-    levels = torch.full((), config.levels, dtype=torch.float32, device=x.device)  # numbers: by a reciprocal
+    levels = torch.full(
+        (), config.levels, dtype=torch.float32, device=x.device
+    )  # numbers: by a reciprocal
     steps = round_up_fp16((high.masked_fill(~fits, 0.0) - zeros.float()).clamp(min=0) / levels)
     steps = steps.masked_fill(~fits, math.nan)
-    section(wire, "scales", layout).copy_(torch.stack((steps, zeros), dim=1).view(torch.uint8).flatten())
+    section(wire, "scales", layout).copy_(
+        torch.stack((steps, zeros), dim=1).view(torch.uint8).flatten()
+    )
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)
     # rounded once, to the integer: a fused multiply-add, exact in fp64
     codes = ((y - zeros.float()[:, None]).double() * inverse.double()[:, None] + 0.5).floor()
@@ -320,7 +334,9 @@ def code_values(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, to
     return codes * 2**extra_bits + extra[slots], slots == layout.high_tiles
 
 
-def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def decode(
+    wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     """Invert encode: uint8[wire_bytes] to a tensor of ``shape`` and ``dtype``."""
     layout = layout_of(config, tuple(shape))
     check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
@@ -328,7 +344,9 @@ def decode(wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: t
         return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
     size, (codes, low) = config.tile_size, code_values(wire, layout)
     steps, zeros = scales_of(wire, layout)
-    zeros = torch.where(low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros)  # the middle of a cell
+    zeros = torch.where(
+        low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros
+    )  # the middle of a cell
     y = zeros[:, None] + steps[:, None] * codes
     pivots = section(wire, "pivots", layout)
     rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]  # of the codes it is exact

@@ -35,14 +35,23 @@ def main() -> None:
     parser.add_argument("--attach", type=json.loads, default={})
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--folder", help="of checkpoints and TensorBoard's events")
-    parser.add_argument("--from-iteration", type=int, help="go on from this checkpoint, and save nothing")
+    parser.add_argument(
+        "--from-iteration", type=int, help="go on from this checkpoint, and save nothing"
+    )
     given = parser.parse_args()
     cfg = config(**given.layout, iterations=given.iterations)
     model = cfg.model
     model.transformer_impl, model.transformer_layer_spec = "local", block_spec
-    model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size = 2, 64, 4, 128
+    model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size = (
+        2,
+        64,
+        4,
+        128,
+    )
     model.seq_length = cfg.dataset.seq_length = 32
-    model.gradient_accumulation_fusion = model.masked_softmax_fusion = model.persist_layer_norm = False
+    model.gradient_accumulation_fusion = model.masked_softmax_fusion = model.persist_layer_norm = (
+        False
+    )
     model.bias_activation_fusion = model.bias_dropout_fusion = model.apply_rope_fusion = False
     model.cross_entropy_loss_fusion = False
     cfg.ddp.use_distributed_optimizer = True
@@ -67,7 +76,11 @@ def main() -> None:
 
     type(callback).on_train_step_end = on_train_step_end
     pretrain(cfg, forward_step, callbacks=[callback])
-    row = {"rank": int(os.environ["RANK"]), "losses": losses, "ledger": callback.compression.ledger.rows()}
+    row = {
+        "rank": int(os.environ["RANK"]),
+        "losses": losses,
+        "ledger": callback.compression.ledger.rows(),
+    }
     print("RESULT", json.dumps(row), flush=True)
 
 

@@ -76,7 +76,9 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
         for number, chunk in enumerate(held["chunks"]):
             for name, parameter in chunk.named_parameters():
                 name = f"{number}.{name}"
-                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # FSDP2's shard
+                local = (
+                    parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                )  # FSDP2's shard
                 bits = local.detach().float().numpy().tobytes()
                 result.parameters[name] = hashlib.sha256(bits).hexdigest()
                 if not getattr(parameter, "tensor_model_parallel", False):

@@ -100,7 +100,9 @@ class Started:
         deadline = time.monotonic() + timeout
         while not any(text in line for line in list(self.lines)):
             alive = any(process.poll() is None for process in self.processes)
-            assert alive and time.monotonic() < deadline, f"no {text!r} in:\n{''.join(self.lines[-40:])}"
+            assert alive and time.monotonic() < deadline, (
+                f"no {text!r} in:\n{''.join(self.lines[-40:])}"
+            )
             time.sleep(0.05)
 
     def finish(self, timeout: float, grace: float = 1.0) -> Run:
@@ -118,13 +120,17 @@ class Started:
                     failing = True
                     deadline = min(deadline, time.monotonic() + grace)
                 if time.monotonic() > deadline:
-                    assert any(codes), f"still running after {timeout} s:\n{''.join(self.lines[-40:])}"
+                    assert any(codes), (
+                        f"still running after {timeout} s:\n{''.join(self.lines[-40:])}"
+                    )
                     break
                 time.sleep(0.05)
         finally:
             self.kill()
         codes = [process.returncode for process in self.processes]
-        failed = next((code for code in codes if code and code > 0), next((c for c in codes if c), 0))
+        failed = next(
+            (code for code in codes if code and code > 0), next((c for c in codes if c), 0)
+        )
         return Run(failed, "".join(self.lines))
 
     def kill(self) -> None:
@@ -161,7 +167,11 @@ def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
     """
     path = [str(REPO)] if transformers else [str(START_FAST), str(REPO)]
     path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path)}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
     return {**os.environ, "PYTHONUNBUFFERED": "1", **settings, **extra}
 
 
@@ -169,7 +179,9 @@ def _fork(ranks: int, env: dict[str, str], body: Callable, *arguments) -> Starte
     """`body(*arguments)` in `ranks` ranks on this host."""
     started, port = Started([]), free_port()
     for rank in range(ranks):
-        started.processes.append(Forked(rank_environment(rank, ranks, port) | env, body, *arguments))
+        started.processes.append(
+            Forked(rank_environment(rank, ranks, port) | env, body, *arguments)
+        )
         started.read(started.processes[-1])
     return started
 
@@ -201,7 +213,9 @@ def tiny_flags(*flags: str, **replaced: str) -> list[str]:
         flags: added at the end, as a user writes them.
         replaced: values of TINY by flag name, e.g. train_iters="8".
     """
-    changes = [word for name, value in replaced.items() for word in (f"--{name.replace('_', '-')}", value)]
+    changes = [
+        word for name, value in replaced.items() for word in (f"--{name.replace('_', '-')}", value)
+    ]
     data = [] if any(flag.endswith("data-path") for flag in flags) else ["--mock-data"]
     return [*TINY.split(), *changes, *data, *flags]
 

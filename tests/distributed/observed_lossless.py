@@ -60,7 +60,9 @@ def main() -> None:
                 if name.endswith("decoder.layers.0.mlp.linear_fc2"):
                     module.register_forward_pre_hook(before)
                     if poisoned == "gradient":
-                        module.weight.register_hook(lambda g: scattered(g) if iteration() == 2 else g)
+                        module.weight.register_hook(
+                            lambda g: scattered(g) if iteration() == 2 else g
+                        )
         return attach_wrapped(self, chunks)
 
     TorchTransport.any_rank, Compression.attach_wrapped = ask, attach

@@ -12,7 +12,11 @@ def make_dataset(directory: Path, megabytes: float = 0.5) -> tuple[Path, Path]:
     Returns:
         The dataset's prefix (for --data-path) and the tokenizer's model.
     """
-    text, model, prefix = directory / "train.jsonl", directory / "tokenizer.model", directory / "train"
+    text, model, prefix = (
+        directory / "train.jsonl",
+        directory / "tokenizer.model",
+        directory / "train",
+    )
     _corpus.write_corpus(directory, "stdlib", megabytes, (1, 0, 0))
     _corpus.write_tokenizer(model, text, 512)
     flags = [

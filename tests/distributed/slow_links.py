@@ -69,7 +69,9 @@ def make_slow(payloads: bool) -> None:
     for name, nbytes in _BYTES.items():
         setattr(dist, name, slow(getattr(dist, name), nbytes))
     for name, nbytes in _BYTES_OF_GROUPS.items():
-        setattr(dist.ProcessGroup, name, slow(getattr(dist.ProcessGroup, name), nbytes, method=True))
+        setattr(
+            dist.ProcessGroup, name, slow(getattr(dist.ProcessGroup, name), nbytes, method=True)
+        )
 
 
 def tell_decisions() -> None:

@@ -32,12 +32,16 @@ def spawn(
     Raises:
         AssertionError: a rank failed (with its traceback) or did not end in time.
     """
-    context = server.context() if backend == "gloo" else mp.get_context("spawn")  # CUDA and forks do not mix
+    context = (
+        server.context() if backend == "gloo" else mp.get_context("spawn")
+    )  # CUDA and forks do not mix
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
         processes = [
-            context.Process(target=_main, args=(function, rank, world_size, backend, store, results, args))
+            context.Process(
+                target=_main, args=(function, rank, world_size, backend, store, results, args)
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -88,6 +92,8 @@ def _main(function, rank, world_size, backend, store, results, args) -> None:
         result = function(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()
-        results.put((rank, pickle.dumps(result), None))  # plain bytes: no shared memory to outlive us
+        results.put(
+            (rank, pickle.dumps(result), None)
+        )  # plain bytes: no shared memory to outlive us
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

@@ -5,7 +5,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import Ledger, TorchTransport, all_gather, all_reduce, reduce_scatter
+from megatron.compression.communication import (
+    Ledger,
+    TorchTransport,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
 from megatron.compression.communication.topology import find_topology
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import GradientBucket
@@ -38,7 +44,9 @@ def worker(rank: int, world_size: int) -> dict:
         results[spec] = [work.wait().float().numpy() for work in works]
         if not codec.sees_shape:
             for sharded in (True, False):
-                bucket = GradientBucket(_gradients()[rank], (), 1 / RANKS, sharded, topology, Ledger())
+                bucket = GradientBucket(
+                    _gradients()[rank], (), 1 / RANKS, sharded, topology, Ledger()
+                )
                 CodecGradientSync(bucket, codec).start().wait()
                 results[spec].append((bucket.shard if sharded else bucket.gradients).numpy())
     return results

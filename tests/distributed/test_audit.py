@@ -38,7 +38,10 @@ def _everything(group: dist.ProcessGroup, ledger: Ledger, traffic: str) -> None:
     if group.rank() == 0:
         ledger.record_uncompressed(traffic, "exact", "broadcast", SIZE, 2)
     peer = dist.get_global_rank(group, 1 - group.rank())
-    sends = dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, torch.empty_like(x), peer, group)
+    sends = (
+        dist.P2POp(dist.isend, x, peer, group),
+        dist.P2POp(dist.irecv, torch.empty_like(x), peer, group),
+    )
     for request in dist.batch_isend_irecv(list(sends)):
         request.wait()
     ledger.record_uncompressed(traffic, "off", "send", SIZE, 2)
@@ -51,7 +54,9 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
     tensor, data = groups["tensor parallel"], groups["data parallel"]
 
     def audited(name: str, action) -> None:
-        audit = BackendAudit(ledger, lambda: {name: [one] if one else [] for name, one in groups.items()})
+        audit = BackendAudit(
+            ledger, lambda: {name: [one] if one else [] for name, one in groups.items()}
+        )
         with audit:
             action()
         assert dict(vars(dist.ProcessGroup)) == methods, "everything is as it was"
@@ -63,7 +68,9 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
         _everything(data, ledger, "dp.gradient")
 
     audited("all counted", counted)
-    audited("an operation twice", lambda: (counted(), dist.all_reduce(torch.ones(VALUES), group=data)))
+    audited(
+        "an operation twice", lambda: (counted(), dist.all_reduce(torch.ones(VALUES), group=data))
+    )
     audited("scalars", lambda: dist.all_reduce(torch.ones(NEGLIGIBLE // 4), group=tensor))
     audited("other groups", lambda: dist.all_reduce(torch.ones(VALUES)))
 
@@ -87,7 +94,8 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
 
     audited("unequal", unequal)
     audited(
-        "on half of the ranks", lambda: None if rank % 2 else dist.all_reduce(torch.ones(VALUES), group=data)
+        "on half of the ranks",
+        lambda: None if rank % 2 else dist.all_reduce(torch.ones(VALUES), group=data),
     )
     lines["shared"] = _shared_ranks(tensor)
     lines["lazy"] = _lazy()

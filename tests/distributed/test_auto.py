@@ -16,7 +16,10 @@ CHECKED = 2 + 2 * 2 * 2
 
 def decisions(run: Run) -> list[dict]:
     """What each rank has decided, by rank."""
-    found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d) decided (.*)", run.output)}
+    found = {
+        int(rank): json.loads(text)
+        for rank, text in re.findall(r"rank (\d) decided (.*)", run.output)
+    }
     return [found[rank] for rank in sorted(found)]
 
 
@@ -36,7 +39,9 @@ def slow_run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("auto")
     saved = directory / "saved"
     flags = [
-        *tiny_flags(num_layers="1", hidden_size="64", global_batch_size="2", train_iters=str(CHECKED + 2)),
+        *tiny_flags(
+            num_layers="1", hidden_size="64", global_batch_size="2", train_iters=str(CHECKED + 2)
+        ),
         *("--tensor-model-parallel-size", "2", "--bf16", "--compression", "auto"),
         *("--save", str(saved), "--save-interval", str(CHECKED)),
     ]
@@ -52,7 +57,9 @@ def test_a_slow_link_is_compressed(slow_run) -> None:
     (choice,) = decisions(whole)[0]["dimensions"]
     name = "int6:outliers=on, back int5:outliers=on"
     assert (choice["name"], choice["loss"]) == (name, 0.092) and choice["gain"] > 0.02
-    assert re.search(rf"\| tensor parallel +\| 0.00781 MiB all_reduce .* \| {name} \|", whole.output)
+    assert re.search(
+        rf"\| tensor parallel +\| 0.00781 MiB all_reduce .* \| {name} \|", whole.output
+    )
     assert re.search(r"auto: tensor parallel: iterations with it take .* less: kept", whole.output)
     assert whole.output.count("compression auto: decided in") == 1
     assert UNKNOWN not in whole.output
@@ -79,7 +86,9 @@ def test_a_resume_does_not_measure(slow_run) -> None:
     """It says where the decision is from, and goes on with the checkpoint's settings."""
     whole, resumed, kept = slow_run
     assert f"compression auto: as decided before: {kept}" in resumed.output
-    assert "compares iterations" not in resumed.output and "other settings than" not in resumed.output
+    assert (
+        "compares iterations" not in resumed.output and "other settings than" not in resumed.output
+    )
     assert resumed.losses == {i: whole.losses[i] for i in (CHECKED + 1, CHECKED + 2)}
 
 
@@ -102,7 +111,9 @@ def test_what_does_not_gain_is_switched_off(tmp_path) -> None:
     assert [one["name"] for one in everyone[0]["dimensions"]] == ["none", "none"]
     assert all(one["why"].startswith("switched off") for one in everyone[0]["dimensions"])
     assert run.output.count("switched off") >= 2
-    rows = [json.loads(line) for line in (tmp_path / "report/history.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "report/history.jsonl").read_text().splitlines()
+    ]
     for traffic in ("dp.gradient", "dp.weight", "pp.forward", "pp.backward"):
         assert "compressed" in rows[1]["bytes_per_iteration"][traffic]
         assert set(rows[-1]["bytes_per_iteration"][traffic]) <= {"auto", "exact"}
@@ -139,13 +150,24 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
     from megatron.compression.data_parallel.config import DataParallelConfig
 
     sends = {
-        "tensor_parallel": ("tp.forward all_reduce", "tp.forward reduce_scatter", "tp.backward all_gather"),
+        "tensor_parallel": (
+            "tp.forward all_reduce",
+            "tp.forward reduce_scatter",
+            "tp.backward all_gather",
+        ),
         "data_parallel": ("dp.gradient gradients", "dp.weight weights"),
         "pipeline_parallel": ("pp.forward exchange", "pp.backward exchange"),
-        "expert_parallel": ("ep.forward all_to_all", "ep.backward gather_tokens", "ep.backward sum_tokens"),
+        "expert_parallel": (
+            "ep.forward all_to_all",
+            "ep.backward gather_tokens",
+            "ep.backward sum_tokens",
+        ),
         "context_parallel": ("cp.forward all_gather", "cp.backward reduce_scatter"),
     }
-    shared = ("tp.forward gather_tokens", "tp.forward sum_tokens")  # between ranks that share an expert
+    shared = (
+        "tp.forward gather_tokens",
+        "tp.forward sum_tokens",
+    )  # between ranks that share an expert
     sends["tensor_parallel"] += shared
     sizes = {one: {f"{one.replace('_', '_model_')}_size": 2} for one in sends}
     sizes |= {"data_parallel": {}, "context_parallel": {"context_parallel_size": 2}}
@@ -164,7 +186,13 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
                     traffic, operation = word.split()
                     tokens = operation == "all_to_all" or "tokens" in operation
                     unequal = tokens and (recipe is None or recipe.name != "lossless")
-                    shape = (8192,) if dimension == "data_parallel" else (32, 128) if tokens else (32, 2, 64)
+                    shape = (
+                        (8192,)
+                        if dimension == "data_parallel"
+                        else (32, 128)
+                        if tokens
+                        else (32, 2, 64)
+                    )
                     kind = (dimension, traffic, operation, shape, torch.bfloat16, 1.0)
                     message = MessageKind(*kind, unequal=unequal)
                     send = sender.sends(message, rules.get(traffic))
@@ -179,7 +207,9 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
             assert sender.describe(message, 1.0).endswith("GB/s")
         found.append(watch.seconds(lambda: None))
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)  # of one rank each
+    parallel_state.initialize_model_parallel(
+        num_distributed_optimizer_instances=2
+    )  # of one rank each
     sender = Sender(Transports(), lambda ranks, *_: find_topology(ranks), True, watch.device)
     message = MessageKind("data_parallel", "dp.outer", "outer", (8192,), torch.bfloat16, 1.0)
     rules = DataParallelConfig(compression="int8").rules(0)

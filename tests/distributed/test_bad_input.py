@@ -36,7 +36,9 @@ def test_a_part_of_a_spec_that_meets_no_site_is_named() -> None:
 def test_a_part_of_a_spec_may_be_for_another_stage() -> None:
     stages = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
     run = tiny(*stages, "--tp-compression", "none;fc2@1=int8", ranks=4, train_iters="1")
-    assert run.returncode == 0 and "tensor parallelism uses none;fc2@1=int8" in run.output, run.output[-3000:]
+    assert run.returncode == 0 and "tensor parallelism uses none;fc2@1=int8" in run.output, (
+        run.output[-3000:]
+    )
 
 
 def test_data_of_another_tokenizer_and_damaged_data_do_not_train(tmp_path: Path) -> None:
@@ -54,14 +56,18 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         started = start("pretrain_gpt.py", *tiny_flags(), processes=1, MASTER_PORT=port)
-        assert_one_line(started.finish(120), f"port {port} of this machine is in use: set MASTER_PORT")
+        assert_one_line(
+            started.finish(120), f"port {port} of this machine is in use: set MASTER_PORT"
+        )
 
 
 def test_torchrun_ends_with_the_line() -> None:
     """From the file that it names for this; what its own summary adds is a frame."""
     run = torchrun("pretrain_gpt.py", *tiny_flags("--taco"), "--compression-3d").finish(120)
     last = [line.strip() for line in run.output.splitlines() if line.strip(" =")][-1]
-    assert last.endswith("error: --compression-3d is gone; give --compression taco-paper"), run.output[-3000:]
+    assert last.endswith("error: --compression-3d is gone; give --compression taco-paper"), (
+        run.output[-3000:]
+    )
 
 
 class TestCheckpoints:
@@ -107,7 +113,9 @@ class TestCheckpoints:
 
 
 def test_when_a_rank_is_lost_the_others_end_by_themselves() -> None:
-    flags = tiny_flags("--use-distributed-optimizer", "--overlap-grad-reduce", train_iters="1000000")
+    flags = tiny_flags(
+        "--use-distributed-optimizer", "--overlap-grad-reduce", train_iters="1000000"
+    )
     run = start("pretrain_gpt.py", *flags, processes=2)
     try:
         run.wait_for("iteration        3/", timeout=200)

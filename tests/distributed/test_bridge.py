@@ -55,7 +55,9 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
         loop = own_loop.Loop(world_size, 1, None)
         state = SimpleNamespace(train_state=SimpleNamespace(step=step))
         tags: set[str] = set()
-        state.tensorboard_logger = SimpleNamespace(tags=tags, add_scalar=lambda tag, *_: tags.add(tag))
+        state.tensorboard_logger = SimpleNamespace(
+            tags=tags, add_scalar=lambda tag, *_: tags.add(tag)
+        )
         state.wandb_logger = None
         context = SimpleNamespace(state=state, loss_dict={}, skipped_iter=False, total_loss_dict={})
         callback.on_train_start(context)
@@ -104,7 +106,9 @@ def test_callbacks_count_log_and_resume(tmp_path: Path) -> None:
 
 def run(ranks: int, **options) -> list[dict]:
     """A tiny pretrain of the package: by rank the losses of each iteration and the ledger."""
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words = [
+        word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)
+    ]
     env = dict(PYTHONPATH=os.pathsep.join((str(REPO), os.environ[FOLDERS])), HF_HUB_OFFLINE="1")
     done = torchrun("tests/distributed/bridge_run.py", *words, processes=ranks, **env).finish(400)
     assert done.returncode == 0, done.output[-4000:]

@@ -119,7 +119,9 @@ def _leave_own_shard(wrapped) -> None:
                     shard.fill_(torch.nan)
 
 
-def check_against_emulation(ranks: list[dict], fraction: float, changes: dict | None = None) -> None:
+def check_against_emulation(
+    ranks: list[dict], fraction: float, changes: dict | None = None
+) -> None:
     """Each rank's loss and gradients from ``gradients_of`` against autograd in this process."""
     emulation, addends = _emulated(ranks, fraction, changes or {})
     for rank, result in enumerate(ranks):
@@ -199,7 +201,9 @@ def test_gradients_are_those_of_the_emulated_function(two_ranks) -> None:
     for partial, plain in zip(forced, ordinary, strict=True):
         assert partial["loss"] == pytest.approx(plain["loss"], rel=1e-12)
         for name, gradient in plain["gradients"].items():
-            torch.testing.assert_close(partial["gradients"][name], gradient, rtol=1e-10, atol=1e-10, msg=name)
+            torch.testing.assert_close(
+                partial["gradients"][name], gradient, rtol=1e-10, atol=1e-10, msg=name
+            )
 
 
 def test_gradients_with_a_codec(two_ranks) -> None:
@@ -213,7 +217,9 @@ def test_gradients_of_data_parallel_shards() -> None:
     Each rank has the gradients of its own shard, as the distributed optimizer wants them.
     """
     ranks = spawn(four_ranks_worker, 4)
-    emulation, _ = _emulated(ranks[:2], 0.5, SHARDED, range(4), replicas=2)  # two micro-batches each
+    emulation, _ = _emulated(
+        ranks[:2], 0.5, SHARDED, range(4), replicas=2
+    )  # two micro-batches each
     for stream in range(2):
         of_copies = [ranks[stream]["gradients"], ranks[2 + stream]["gradients"]]
         joined = {}
@@ -247,7 +253,9 @@ def train_twice(rank: int, world_size: int, fraction: float, codec: str) -> dict
     run = run_with(codec, sync_fraction=fraction, transport="collective")  # which the audit sees
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16)
     streams: list[torch.Tensor] = []
-    model.decoder.layers[-1].register_forward_hook(lambda module, args, output: streams.append(output[0]))
+    model.decoder.layers[-1].register_forward_hook(
+        lambda module, args, output: streams.append(output[0])
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     with TransportAudit(world_size) as audit:
@@ -275,8 +283,12 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
     """The hand count of the bytes, that c10d was given just these, what the log line compares them with, and
     what ranks have in common."""
     iterations, world_size = 2, len(by_rank)
-    full = iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size  # an all-reduce
-    embeddings = full  # each way: their output forward, the gradient of the streams' copies backward
+    full = (
+        iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size
+    )  # an all-reduce
+    embeddings = (
+        full  # each way: their output forward, the gradient of the streams' copies backward
+    )
     layers = 2 * LAYERS * full
 
     def encoded(fraction: float, spec: str) -> int:
@@ -287,7 +299,9 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
 
     for case, *ranks in zip(TRAFFIC_CASES, *by_rank, strict=True):
         fraction, codec = case
-        expected = fraction * layers + embeddings  # a layer's two messages and the embeddings', each way
+        expected = (
+            fraction * layers + embeddings
+        )  # a layer's two messages and the embeddings', each way
         if codec != "none":
             expected = iterations * (2 * LAYERS * encoded(fraction, codec) + encoded(1.0, codec))
         for result in ranks:
@@ -296,7 +310,9 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
                 rows = [row for row in result["rows"] if row["traffic"] == channel]
                 assert sum(row["sent_bytes"] for row in rows) == expected, (case, channel)
                 plain = sum(row["plain_bytes"] for row in rows)
-                assert plain == layers + embeddings, "of all channels, as ordinary tensor parallelism sends"
+                assert plain == layers + embeddings, (
+                    "of all channels, as ordinary tensor parallelism sends"
+                )
             assert ("tensor-parallel ratio" in result["line"]) == (case != (1.0, "none"))
             assert result["losses"][1] < result["losses"][0]
         first, *others = ranks
@@ -305,7 +321,9 @@ def check_traffic(by_rank: list[list[dict]]) -> None:
             for name, value in first["replicated"].items():
                 assert torch.equal(value, other["replicated"][name]), (case, name)
             assert torch.equal(first["shared"], other["shared"])
-            assert first["private"].numel() == 0 or not torch.equal(first["private"], other["private"])
+            assert first["private"].numel() == 0 or not torch.equal(
+                first["private"], other["private"]
+            )
 
 
 def test_traffic_and_replicas(two_ranks) -> None:

@@ -26,7 +26,16 @@ def runs(tmp_path_factory) -> tuple[Run, list[str], Path]:
     train(*HALF, "--save", str(initial), "--save-interval", "1", train_iters="1")
     load = ("--load", str(initial), "--finetune", "--no-load-optim", "--no-load-rng")
     flags = [*HALF, *NO_DROPOUT, *load]
-    more = ("--save", str(saved), "--save-interval", "2", "--eval-interval", "4", "--eval-iters", "2")
+    more = (
+        "--save",
+        str(saved),
+        "--save-interval",
+        "2",
+        "--eval-interval",
+        "4",
+        "--eval-iters",
+        "2",
+    )
     return train(*flags, *more), flags, saved
 
 
@@ -35,7 +44,9 @@ def test_it_trains_and_evaluates(runs) -> None:
     plain, *_ = runs
     assert plain.losses[ITERATIONS] < plain.losses[1]
     assert plain.ranks[-1].validation[0] < plain.losses[1]
-    assert "CAAT-Net sums 16 of 32 channels of each row-parallel output over 2 ranks" in plain.output
+    assert (
+        "CAAT-Net sums 16 of 32 channels of each row-parallel output over 2 ranks" in plain.output
+    )
     check_replicas(plain)
 
 

@@ -31,7 +31,11 @@ def _rank_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 
 def _relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
     norm = exact.double().norm()
-    return float((value.double() - exact.double()).norm() / norm) if norm else float(value.double().norm())
+    return (
+        float((value.double() - exact.double()).norm() / norm)
+        if norm
+        else float(value.double().norm())
+    )
 
 
 def collectives_worker(rank: int, world_size: int) -> dict:
@@ -76,7 +80,9 @@ def collectives_worker(rank: int, world_size: int) -> dict:
 def _check_scatter_and_gather(rank: int, world_size: int, group) -> None:
     codec = parse_codec("taco")
     for rows, columns in ((2, 64), (1, 5), (4, 96)):  # with and without padding inside a shard
-        inputs = [_rank_tensor(r, (world_size * rows, columns), torch.float32) for r in range(world_size)]
+        inputs = [
+            _rank_tensor(r, (world_size * rows, columns), torch.float32) for r in range(world_size)
+        ]
         exact = torch.stack([x.double() for x in inputs]).sum(0)[rank * rows : (rank + 1) * rows]
         shard = reduce_scatter(inputs[rank], codec, TorchTransport(group)).wait()
         assert shard.shape == (rows, columns)
@@ -86,9 +92,13 @@ def _check_scatter_and_gather(rank: int, world_size: int, group) -> None:
         expected = torch.cat(
             [codec.decode(codec.encode(x[None, :rows]), own.shape, own.dtype)[0] for x in inputs]
         )
-        assert torch.equal(gathered, expected), "every slice, the own one too, is what its wire decodes to"
+        assert torch.equal(gathered, expected), (
+            "every slice, the own one too, is what its wire decodes to"
+        )
         into = torch.empty_like(shard)
-        assert reduce_scatter(inputs[rank], codec, TorchTransport(group), out=into).wait() is not None
+        assert (
+            reduce_scatter(inputs[rank], codec, TorchTransport(group), out=into).wait() is not None
+        )
         assert torch.equal(into, shard)
     with pytest.raises(ValueError, match="must divide"):
         reduce_scatter(torch.ones(world_size + 1, 2), codec, TorchTransport(group))
@@ -99,13 +109,17 @@ def _check_bytes(world_size: int, group) -> None:
     ranks all of it in one exchange, unless there are two codecs."""
     sends: list[tuple[str, int]] = []
     transport = TorchTransport(group, lambda operation, sent: sends.append((operation, sent)))
-    all_reduce(torch.ones(1000, device=device_of(group.rank())), parse_codec("taco"), transport).wait()
+    all_reduce(
+        torch.ones(1000, device=device_of(group.rank())), parse_codec("taco"), transport
+    ).wait()
     groups = -(-1000 // (128 * world_size))
     piece = -(-groups * 136 // 16) * 16
     in_two = [("all_to_all", (world_size - 1) * piece), ("all_gather", (world_size - 1) * piece)]
     assert sends == ([("all_gather", 8 * 136)] if world_size == 2 else in_two)
     sends.clear()
-    all_reduce(torch.ones(1000, device=device_of(group.rank())), parse_codec("int8/int4"), transport).wait()
+    all_reduce(
+        torch.ones(1000, device=device_of(group.rank())), parse_codec("int8/int4"), transport
+    ).wait()
     assert [operation for operation, _ in sends] == ["all_to_all", "all_gather"]
 
 

@@ -32,7 +32,11 @@ class Identity64(IdentityCodec):
         return payloads.contiguous().view(torch.float64).reshape(len(payloads), *shape).to(dtype)
 
     def decode_sum(self, payloads, shape, dtype, scale=1.0, out=None):
-        return torch.stack([self.decode(one, shape, torch.float64) for one in payloads]).sum(0).to(dtype)
+        return (
+            torch.stack([self.decode(one, shape, torch.float64) for one in payloads])
+            .sum(0)
+            .to(dtype)
+        )
 
 
 def build(ranks: int, kind, run: Run | None = None):
@@ -82,10 +86,15 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
     shapes = [(SEQUENCE, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
     shapes.append((SEQUENCE, BATCH, HEADS * WIDTH))
     device = device_of(rank)
-    whole = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes]
+    whole = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes
+    ]
     assert torch.equal(in_order(distributed(whole[3], world_size), world_size), whole[3])
     rows = torch.cat(
-        [torch.arange(SEQUENCE).chunk(2 * world_size)[number] for number in chunks_of(rank, world_size)]
+        [
+            torch.arange(SEQUENCE).chunk(2 * world_size)[number]
+            for number in chunks_of(rank, world_size)
+        ]
     )
     documents = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)[None, None]
     documents = documents.repeat(BATCH, 1, 1, 1)
@@ -115,7 +124,9 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
         expected = results(build(1, kind), mask, torch.float64)
         for codec in (None, Identity64()):
             got, ledger = own(codec, kind, mask, torch.float64)
-            apart = max(float((a - b[rows]).abs().max()) for a, b in zip(got, expected, strict=True))
+            apart = max(
+                float((a - b[rows]).abs().max()) for a, b in zip(got, expected, strict=True)
+            )
             exact[name, codec is None] = apart, ledger
     bits = {
         spec: own(spec and parse_codec(spec), causal, None, torch.bfloat16)
@@ -141,7 +152,10 @@ def check_ranks(by_rank: list[dict]) -> None:
                 rows = [row for row in ledger if row["traffic"] == traffic]
                 assert {row["kind"] for row in rows} == {"off" if plain else "compressed"}
                 for column in ("sent_bytes", "plain_bytes"):
-                    assert sum(row[column] for row in rows) == 8 * VALUES * (world_size - 1) // world_size
+                    assert (
+                        sum(row[column] for row in rows)
+                        == 8 * VALUES * (world_size - 1) // world_size
+                    )
         (none, _), (lossless, _), (int8, _) = found["bits"].values()
         # Two addends have one sum; of three, gloo and NCCL round in between.
         same = slice(None) if world_size == 2 else slice(2)

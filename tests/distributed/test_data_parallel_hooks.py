@@ -22,9 +22,13 @@ SETUPS = {
 }
 CODECS = {
     "taco": Setup(settings={"compression": "taco", "weights": "taco"}),
-    "sdp4bit, weights in int8": Setup(settings={"compression": "sdp4bit:intra=4", "weights": "int8"}),
+    "sdp4bit, weights in int8": Setup(
+        settings={"compression": "sdp4bit:intra=4", "weights": "int8"}
+    ),
     "int8, weights alone": Setup(settings={"weights": "int8"}),
-    "two codecs, plain DDP": Setup(settings={"compression": "int5/int6"}, distributed_optimizer=False),
+    "two codecs, plain DDP": Setup(
+        settings={"compression": "int5/int6"}, distributed_optimizer=False
+    ),
 }
 
 
@@ -53,7 +57,11 @@ def _codecs(rank: int) -> None:
         assert same_everywhere(training.digest()), name
         assert ("compression" in setup.settings) == ("compressed" in training.kinds()), name
         assert ("weights" in setup.settings) == ("compressed" in training.kinds("dp.weight")), name
-        assert abs(losses[-1] - exact[-1]) < 0.1 and losses[-1] < losses[0] - 0.4, (name, losses, exact)
+        assert abs(losses[-1] - exact[-1]) < 0.1 and losses[-1] < losses[0] - 0.4, (
+            name,
+            losses,
+            exact,
+        )
 
 
 def _warm_up(rank: int) -> None:
@@ -92,5 +100,7 @@ def test_skip_train() -> None:
     codecs = ("", "--dp-compression tagc sdp4bit")
     runs = [pretrain(*tiny_flags(*words.split(), *more.split())) for more in codecs]
     assert "--dp-compression has nothing to compress" in runs[1].output
-    losses = [[line for line in run.output.splitlines() if "validation loss" in line] for run in runs]
+    losses = [
+        [line for line in run.output.splitlines() if "validation loss" in line] for run in runs
+    ]
     assert losses[0] == losses[1] and losses[0], losses

@@ -20,7 +20,10 @@ def hosts_worker(rank: int) -> None:
     """Nodes by the hosts' names, where no launcher says how many ranks a node has."""
     environment = {key: value for key, value in os.environ.items() if key != "LOCAL_WORLD_SIZE"}
     host = SimpleNamespace(nodename=f"host{rank // 2}")
-    with mock.patch.dict(os.environ, environment, clear=True), mock.patch("os.uname", return_value=host):
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch("os.uname", return_value=host),
+    ):
         assert nodes_of(dist.group.WORLD) == [0, 0, 2, 2]
         topology = find_topology(dist.group.WORLD)
     assert (topology.nodes, topology.local, topology.index) == (2, 2, rank % 2)
@@ -69,7 +72,8 @@ def cut_worker(rank: int) -> tuple[float, float]:
     setup = Setup(softmax="learnable")
     plain = replace(setup, distributed_optimizer=False, overlap=False)
     expected, compressed = (
-        train(rank, replace(plain, settings=settings), 1)[0] for settings in ({}, {"compression": "identity"})
+        train(rank, replace(plain, settings=settings), 1)[0]
+        for settings in ({}, {"compression": "identity"})
     )
     assert sorted(cut_without_mark(compressed.model).values()) == [OFFSET, OFFSET.replace("0", "1")]
     gradient = _error(expected, compressed, OFFSET, "main_grad")

@@ -16,7 +16,9 @@ def decide(rank: int) -> dict:
     """Rank 0's values suit the codec, the other rank's do not; site b suits it on both."""
     torch.manual_seed(rank)
     bound = ErrorMeter(0.05)
-    bound.measure(*SITE, torch.randn(8, 128), parse_codec("taco:format=int4" if rank else "taco:format=int8"))
+    bound.measure(
+        *SITE, torch.randn(8, 128), parse_codec("taco:format=int4" if rank else "taco:format=int8")
+    )
     bound.measure(*OTHER, torch.randn(8, 128), parse_codec("taco:format=int8"))
     bound.decide(torch.distributed.group.WORLD)
     return bound.tripped
@@ -34,14 +36,20 @@ def layers_worker(rank: int, world_size: int) -> dict:
         ("embedding", "tp.backward"): ("weight.grad",),
     }
     for (kind, channel), unchanged in exact.items():
-        core = _run(kind, True, _layer(kind, True, False, world_size, "none", rank), rank, world_size)
+        core = _run(
+            kind, True, _layer(kind, True, False, world_size, "none", rank), rank, world_size
+        )
         layer = _layer(kind, True, True, world_size, "taco", rank, error_bound=0.05)
         layer.site.run.policy.meter.tripped[kind, channel] = 1.0
         guarded = _run(kind, True, layer, rank, world_size)
         for name in core:
             same = torch.equal(core[name], guarded[name])
             assert (name in unchanged or "bias" in name) == same, (kind, channel, name)
-        rows = [row for row in layer.site.run.ledger.rows() if not row["operation"].startswith("instead")]
+        rows = [
+            row
+            for row in layer.site.run.ledger.rows()
+            if not row["operation"].startswith("instead")
+        ]
         kinds = {row["kind"] for row in rows if row["traffic"] == channel}
         # The column layer's backward gathers the forward's payload once more, which stays compressed.
         both = (kind, channel) == ("column", "tp.backward")
@@ -61,15 +69,25 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
     saved = tmp_path / "checkpoints"
     flags = [
         *tiny_flags(train_iters="6", log_interval="2"),
-        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2"),
+        *(
+            "--tensor-model-parallel-size",
+            "2",
+            "--sequence-parallel",
+            "--pipeline-model-parallel-size",
+            "2",
+        ),
         *("--tp-compression", "taco:format=int8", "taco:format=int4", "--compression-min-mb", "0"),
         *("--compression-error-bound", "0.05"),
         *("--save", str(saved), "--save-interval", "4"),
     ]
     whole = pretrain(*flags, ranks=4)
-    said = [line for line in whole.output.splitlines() if "past --compression-error-bound 0.05" in line]
+    said = [
+        line for line in whole.output.splitlines() if "past --compression-error-bound 0.05" in line
+    ]
     # qkv, projection, fc1 and fc2 of two layers, the output layer, and the embedding's learned positions.
-    assert len(said) == 10 and all("tp.backward has a relative error of 0.1" in line for line in said)
+    assert len(said) == 10 and all(
+        "tp.backward has a relative error of 0.1" in line for line in said
+    )
     assert all(line.endswith("it goes uncompressed after iteration 2") for line in said)
     assert len({line.split()[1] for line in said}) == 10
     for rank in whole.ranks:

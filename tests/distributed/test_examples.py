@@ -20,7 +20,9 @@ LLAMA3 = "gpt/train_llama3_8b.sh"
 QWEN = "qwen/pretrain_qwen_taco.sh"
 MIXTRAL = "experts/train_mixtral_8x7b.sh"
 SLURM = REPO / "examples" / "slurm.sbatch"
-SCRIPTS = sorted(str(path.relative_to(REPO / "examples")) for path in (REPO / "examples").glob("*/*.sh"))
+SCRIPTS = sorted(
+    str(path.relative_to(REPO / "examples")) for path in (REPO / "examples").glob("*/*.sh")
+)
 SCRIPTS.remove("paper/defaults.sh")
 ITERATIONS = 12
 SHORT = {"TINY": "1", "TRAIN_ITERS": str(ITERATIONS), "EVAL_INTERVAL": str(ITERATIONS)}
@@ -46,7 +48,9 @@ def parameters(args) -> float:
     alone = {"world_size": 1, "use_distributed_optimizer": False} | {
         f"{one}_parallel_size": 1 for one in sizes
     }
-    counted = compute_weight_and_optimizer_memory(Namespace(**vars(args) | alone)) / 18  # bytes of each
+    counted = (
+        compute_weight_and_optimizer_memory(Namespace(**vars(args) | alone)) / 18
+    )  # bytes of each
     learned = args.position_embedding_type == "learned_absolute"
     return counted + learned * args.max_position_embeddings * args.hidden_size
 
@@ -64,7 +68,9 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     results = {}
     for name, words in lines.items():
         launch, flags = words[: words.index("PRETRAIN")], words[words.index("PRETRAIN") + 1 :]
-        processes, nodes = (int(launch[launch.index(o) + 1]) for o in ("--nproc_per_node", "--nnodes"))
+        processes, nodes = (
+            int(launch[launch.index(o) + 1]) for o in ("--nproc_per_node", "--nnodes")
+        )
         os.environ["WORLD_SIZE"] = str(processes * nodes)
         qwen = "--qwen-model" in flags
         sys.argv = ["pretrain.py", *(expand(flags)[0] if qwen else flags)]
@@ -87,7 +93,10 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
             "experts": (transformer.num_moe_experts, transformer.moe_router_topk),
             "dp": args.data_parallel_size,
             "specs": [
-                *(getattr(compression, f"{part}_parallel").compression for part in ("tensor", "pipeline")),
+                *(
+                    getattr(compression, f"{part}_parallel").compression
+                    for part in ("tensor", "pipeline")
+                ),
                 *(compression.data_parallel.compression, compression.data_parallel.weights),
             ],
             "least_mb": compression.tensor_parallel.min_bytes / 2**20,
@@ -102,7 +111,9 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
 
 def environment(**variables: str) -> dict[str, str]:
     """This environment with the interpreter's torchrun first, without what a launcher may have set."""
-    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "TINY")}
+    inherited = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "TINY")
+    }
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return inherited | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
@@ -165,7 +176,9 @@ def test_a_run_asks_for_its_data(tmp_path, script):
         fake(tmp_path, "torchrun", "echo started")
         done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 2 and "started" not in done.stdout
-        assert done.stderr.startswith("error: DATA_PATH is not set: give the prefix of an indexed dataset (")
+        assert done.stderr.startswith(
+            "error: DATA_PATH is not set: give the prefix of an indexed dataset ("
+        )
     tried = command_line(tmp_path, script, MOCK="1", CHECKPOINT_PATH="real", **DATA)
     assert "--mock-data" in tried and not {"--save", "--load", "--data-path"} & set(tried)
 
@@ -183,9 +196,18 @@ def test_extra_flags_come_last_and_paths_are_kept_whole(tmp_path):
     )
     assert words[-3:] == ["--lr", "1e-5", "--exit-signal-handler"]
     start = words.index("--data-path")
-    assert words[start + 1 : start + 5] == ["0.3", "/data/a_text_document", "0.7", "/data/b_text_document"]
+    assert words[start + 1 : start + 5] == [
+        "0.3",
+        "/data/a_text_document",
+        "0.7",
+        "/data/b_text_document",
+    ]
     assert words[words.index("--tokenizer-model") + 1] == "/models/with space/tokenizer"
-    assert words[words.index("--save") + 1] == words[words.index("--load") + 1] == "/out put/checkpoints"
+    assert (
+        words[words.index("--save") + 1]
+        == words[words.index("--load") + 1]
+        == "/out put/checkpoints"
+    )
     assert "--mock-data" not in words
 
 
@@ -211,7 +233,11 @@ def slurm(directory: Path, nodes: int = 1, **variables: str) -> dict[str, str]:
     fake(directory, "srun", f'exec {sys.executable} {directory}/srun.py "$@"')
     hosts = " ".join(str(7 + node) for node in range(nodes))
     names = f'printf "node-%s\\n" {hosts}' if nodes > 1 else "echo localhost"
-    fake(directory, "scontrol", f'case "$1" in show) {names} ;; *) echo "$*" >>{directory}/requeued ;; esac')
+    fake(
+        directory,
+        "scontrol",
+        f'case "$1" in show) {names} ;; *) echo "$*" >>{directory}/requeued ;; esac',
+    )
     env = environment(
         SLURM_SUBMIT_DIR=str(REPO),
         SLURM_JOB_NODELIST=f"node-[7-{6 + nodes}]",
@@ -224,7 +250,9 @@ def slurm(directory: Path, nodes: int = 1, **variables: str) -> dict[str, str]:
 
 def directives(script: Path) -> set[str]:
     """The #SBATCH lines."""
-    return {line.split()[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")}
+    return {
+        line.split()[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")
+    }
 
 
 def test_slurm_script_places_each_node(tmp_path):
@@ -247,7 +275,11 @@ def test_slurm_script_places_each_node(tmp_path):
 @pytest.mark.thorough
 def test_a_preempted_job_goes_on_where_it_stopped(tmp_path):
     """Under torchrun itself: a signal to the batch script, and the run is saved, queued again and resumed."""
-    variables = SHORT | {"TRAIN_ITERS": "100000", "EVAL_INTERVAL": "100000", "LR_DECAY_ITERS": "100000"}
+    variables = SHORT | {
+        "TRAIN_ITERS": "100000",
+        "EVAL_INTERVAL": "100000",
+        "LR_DECAY_ITERS": "100000",
+    }
     env = slurm(
         tmp_path,
         CUDA_VISIBLE_DEVICES="",
@@ -288,8 +320,12 @@ def test_gpt3_trains_on_real_text(tmp_path):
     assert run.returncode == 0, run.output[-4000:]
     assert UNKNOWN not in run.output
     losses = run.log("lm loss")
-    assert list(losses) == list(range(1, ITERATIONS + 1)) and all(map(math.isfinite, losses.values()))
+    assert list(losses) == list(range(1, ITERATIONS + 1)) and all(
+        map(math.isfinite, losses.values())
+    )
     assert f"iteration {ITERATIONS:8}/{ITERATIONS:8} |" in run.output
     assert run.output.count(NONE_SKIPPED) == ITERATIONS
-    validation = re.search(rf"validation loss at iteration {ITERATIONS} \| lm loss value: (\S+)", run.output)
+    validation = re.search(
+        rf"validation loss at iteration {ITERATIONS} \| lm loss value: (\S+)", run.output
+    )
     assert max(losses[ITERATIONS], float(validation[1])) < losses[1] - 0.1

@@ -22,7 +22,10 @@ GATHERED = dict(moe_token_dispatcher_type="allgather")
 
 LAYOUTS = {
     "tensor 2, expert 2": ((2, 2, 2), SHARED),
-    "tensor 2, expert 2, padded, shared": ((2, 2, 2), dict(SHARED, **PADDED, moe_shared_expert_overlap=True)),
+    "tensor 2, expert 2, padded, shared": (
+        (2, 2, 2),
+        dict(SHARED, **PADDED, moe_shared_expert_overlap=True),
+    ),
     "tensor 2, expert 2 of whole experts, latent attention": (
         (2, 1, 2),
         dict(LATENT, q_lora_rank=12, moe_expert_capacity_factor=0.5),
@@ -59,7 +62,9 @@ def _pass(model, replica: int, few: bool) -> tuple[float, dict[str, torch.Tensor
         inputs["attention_mask"] = inputs["attention_mask"][..., :2, :]
     loss = model(**inputs).mean()
     loss.backward()
-    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    found = {
+        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+    }
     model.zero_grad()
     return float(loss), found
 
@@ -82,7 +87,9 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
         losses, gradients, counted = {}, {}, {}
         for codec in CODECS:
             tensors = {} if codec == "none" else dict(compression=codec, min_mb=0.0)
-            seen = {} if codec == "none" else dict(transport="collective")  # by what counts the bytes
+            seen = (
+                {} if codec == "none" else dict(transport="collective")
+            )  # by what counts the bytes
             model = _build(sizes, settings)
             config = CompressionConfig(
                 tensor_parallel=TensorParallelConfig(**tensors),
@@ -91,11 +98,15 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
             )
             compression = attach([model], config, say=lambda line: None)
             with TransportAudit() as audit:
-                losses[codec], gradients[codec] = _pass(model, rank // sizes[0], few="without" in layout)
+                losses[codec], gradients[codec] = _pass(
+                    model, rank // sizes[0], few="without" in layout
+                )
             counted[codec] = audit.sent, compression.ledger.rows()
             if codec == "identity":
                 first = model, compression.ledger
-        errors = {codec: _error(found, gradients["none"], codec) for codec, found in gradients.items()}
+        errors = {
+            codec: _error(found, gradients["none"], codec) for codec, found in gradients.items()
+        }
         model, ledger = first  # behind it another run was attached
         _pass(model, rank // sizes[0], few="without" in layout)
         twice = [_compressed(counted["identity"][1]), _compressed(ledger.rows())]
@@ -107,7 +118,9 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
 
 def _compressed(rows: list[dict]) -> int:
     return sum(
-        row["sent_bytes"] for row in rows if row["kind"] == "compressed" and row["traffic"] != "tp.other"
+        row["sent_bytes"]
+        for row in rows
+        if row["kind"] == "compressed" and row["traffic"] != "tp.other"
     )
 
 

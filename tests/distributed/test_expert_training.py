@@ -94,7 +94,10 @@ def test_identity_with_the_distributed_optimizer(uncompressed: Run) -> None:
 def test_lossy_codecs_train(uncompressed: Run, compressed: tuple[Run, Path]) -> None:
     """Close to the uncompressed run in fewer bytes, and replicas are alike: experts in pairs, others all."""
     run, _ = compressed
-    assert run.losses == pytest.approx(uncompressed.losses, rel=0.003) and run.losses != uncompressed.losses
+    assert (
+        run.losses == pytest.approx(uncompressed.losses, rel=0.003)
+        and run.losses != uncompressed.losses
+    )
     assert run.parameters[:2] == run.parameters[2:]
     first, second, *_ = dense(run).parameters
     assert first == second and len(first) < len(run.parameters[0])
@@ -102,9 +105,12 @@ def test_lossy_codecs_train(uncompressed: Run, compressed: tuple[Run, Path]) -> 
     for traffic in ("ep.forward", "ep.backward", "dp.gradient"):
         rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic]
         assert {row["kind"] for row in rows} == {"compressed"}
-        assert sum(row["sent_bytes"] for row in rows) < 0.8 * sum(row["plain_bytes"] for row in rows)
+        assert sum(row["sent_bytes"] for row in rows) < 0.8 * sum(
+            row["plain_bytes"] for row in rows
+        )
     assert (
-        "expert-parallel ratio:" in run.output and "tokens travel to experts and back as int8" in run.output
+        "expert-parallel ratio:" in run.output
+        and "tokens travel to experts and back as int8" in run.output
     )
 
 
@@ -121,11 +127,15 @@ def test_the_report_has_every_layer(compressed: tuple[Run, Path]) -> None:
     """Errors both ways of dispatch and combine, the layer that predicts a second token among them."""
     report = compressed[1] / "report"
     written = json.loads((report / "report.json").read_text())
-    assert written["summary"]["dimensions"]["expert parallel"]["ratio"] > 1.3, "32 values and a scale"
+    assert written["summary"]["dimensions"]["expert parallel"]["ratio"] > 1.3, (
+        "32 values and a scale"
+    )
     errors = {(row["site"], row["traffic"]): row["relative_error"] for row in written["errors"]}
     layers = ("decoder.layers.0", "decoder.layers.1", "mtp.layers.0.mtp_model_layer")
     sites = {f"{layer}.mlp.{way}" for layer in layers for way in ("dispatch", "combine")}
-    assert errors.keys() == {(site, f"ep.{way}") for site in sites for way in ("forward", "backward")}
+    assert errors.keys() == {
+        (site, f"ep.{way}") for site in sites for way in ("forward", "backward")
+    }
     assert all(0.004 < error < 0.007 for error in errors.values())
 
 
@@ -156,7 +166,9 @@ def test_the_shape_of_deepseek() -> None:
     for traffic in ("tp.forward", "tp.backward"):
         rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic]
         assert {row["kind"] for row in rows} == {"compressed"}
-        expected = sum(row["plain_bytes"] for row in plain.ranks[0].ledger if row["traffic"] == traffic)
+        expected = sum(
+            row["plain_bytes"] for row in plain.ranks[0].ledger if row["traffic"] == traffic
+        )
         assert sum(row["plain_bytes"] for row in rows) == expected
         assert sum(row["sent_bytes"] for row in rows) < 0.53 * expected
 
@@ -177,7 +189,9 @@ def test_the_shape_of_deepseek() -> None:
 )
 def test_overlap_with_other_dimensions(layout: str, codecs: str) -> None:
     """All through identity, multi-token prediction too: megatron-core's own run."""
-    more = "--train-iters 2 --global-batch-size 16 --mtp-num-layers 1 --position-embedding-type rope"
+    more = (
+        "--train-iters 2 --global-batch-size 16 --mtp-num-layers 1 --position-embedding-type rope"
+    )
     plain = train(OVERLAP, layout, more)
     same(plain, train(OVERLAP, layout, more, codecs, "--ep-compression identity"))
 
@@ -188,10 +202,14 @@ def test_all_five_kinds_of_parallelism() -> None:
     run = train(ALL_FIVE, ranks=8)
     assert run.losses[4] < run.losses[1] - 0.2
     for dimension in ("cp", "ep"):
-        assert calls(run, f"{dimension}.forward") == 2 * calls(run, f"{dimension}.backward") > 0, "sent again"
+        assert calls(run, f"{dimension}.forward") == 2 * calls(run, f"{dimension}.backward") > 0, (
+            "sent again"
+        )
     for traffic in ("tp.forward", "tp.backward", "pp.forward", "pp.backward"):
         assert calls(run, traffic) > 0
     for traffic in ("dp.gradient", "dp.weight"):  # an expert has one replica, and sends nothing
-        rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic and row["sent_bytes"]]
+        rows = [
+            row for row in run.ranks[0].ledger if row["traffic"] == traffic and row["sent_bytes"]
+        ]
         assert {row["kind"] for row in rows} == {"compressed"}
     check_replicas(dense(run), tied=True)

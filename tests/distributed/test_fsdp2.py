@@ -125,8 +125,12 @@ def learning_worker(rank: int, ranks: int) -> None:
         reference(torch.ones(1, WIDTH, device=DEVICE))
     assert lines and UNKNOWN not in str(lines), "after a step others send until the next pass"
     meshes = init_device_mesh(DEVICE, (ranks, 1), mesh_dim_names=("other", "own"))
-    assert "payloads of 0.000 MB" in attach(build(mesh=meshes["own"])).summary(), "one rank sends nothing"
-    assert "payloads of 0.000 MB" not in attach(build(mesh=meshes)).summary(), "but to replicas it does"
+    assert "payloads of 0.000 MB" in attach(build(mesh=meshes["own"])).summary(), (
+        "one rank sends nothing"
+    )
+    assert "payloads of 0.000 MB" not in attach(build(mesh=meshes)).summary(), (
+        "but to replicas it does"
+    )
 
 
 def test_losses() -> None:
@@ -138,8 +142,16 @@ def test_losses() -> None:
 SETTINGS = {
     "kept between forward and backward": ({"reshard_after_forward": False}, "lossless", "sdp4bit"),
     "fp32": ({"policy": MixedPrecisionPolicy()}, "lossless", "int8"),
-    "fp16 gradients": ({"policy": MixedPrecisionPolicy(torch.bfloat16, torch.float16)}, "int8", "int8"),
-    "fp32 gradients": ({"policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, "int8", "int6"),
+    "fp16 gradients": (
+        {"policy": MixedPrecisionPolicy(torch.bfloat16, torch.float16)},
+        "int8",
+        "int8",
+    ),
+    "fp32 gradients": (
+        {"policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "int8",
+        "int6",
+    ),
     "tagc": ({}, "none", "tagc"),
     "a compressor of one's own": ({}, "none", "examples.powersgd:PowerSGD:rank=8"),
 }
@@ -172,7 +184,9 @@ def overflow_worker(rank: int, ranks: int) -> None:
         weight = model[1].mlp[0].weight.to_local()
         if rank == 0:
             with torch.no_grad():
-                weight *= 2.0 ** -(torch.arange(weight.numel(), device=DEVICE) % 50).view(weight.shape)
+                weight *= 2.0 ** -(torch.arange(weight.numel(), device=DEVICE) % 50).view(
+                    weight.shape
+                )
         return model
 
     plain = train(spread(build()), 3)
@@ -189,7 +203,9 @@ def overflow_worker(rank: int, ranks: int) -> None:
     train(model, 1)
     x, weight = torch.ones(1, WIDTH, device=DEVICE), model[1].mlp[0].weight
     model(x)
-    weight.data.copy_(weight.data * 2.0 ** -(50 * torch.rand_like(weight)))  # torch counts no version
+    weight.data.copy_(
+        weight.data * 2.0 ** -(50 * torch.rand_like(weight))
+    )  # torch counts no version
     model(x)
     compression.weights_changed()
     with pytest.raises(RuntimeError, match=r"weights of FSDPParamGroup\(fqn=1\) changed unnoticed"):
@@ -231,7 +247,9 @@ def replicas_worker(rank: int, ranks: int) -> None:
         model = build(mesh=mesh)
         for one in (model[0], model[1], model):
             one.set_gradient_divide_factor(3)
-            one.set_force_sum_reduction_for_comms(reduce is None)  # else NCCL's, which multiplies before
+            one.set_force_sum_reduction_for_comms(
+                reduce is None
+            )  # else NCCL's, which multiplies before
         if reduce:
             attach(model, None, reduce)
         for last in (False, True):  # sums over shards each time, over replicas once
@@ -280,7 +298,9 @@ def checkpoint_worker(rank: int, ranks: int, folder: str) -> None:
     model, optimizer, compression = begin()
     loaded = state(model, optimizer, compression)
     dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
     assert train(model, 3, optimizer=optimizer, first=3) == expected
 
 
@@ -317,7 +337,9 @@ def refusal_worker(rank: int, ranks: int) -> None:
     model[0].mlp[0].weight.requires_grad_(False)
     model(torch.ones(1, WIDTH)).sum().backward()  # fewer parameters, in every pass
     model[0].mlp[0].weight.requires_grad_(True)
-    with pytest.raises(CompressionConfigError, match="it needs the same in each, so choose a codec"):
+    with pytest.raises(
+        CompressionConfigError, match="it needs the same in each, so choose a codec"
+    ):
         model(torch.ones(1, WIDTH)).sum().backward()
 
 

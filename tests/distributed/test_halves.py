@@ -83,7 +83,9 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
 
 def _loss(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
     """Of this rank's part of the vocabulary, in the model's precision (the cross entropy is fp32's)."""
-    return model(**{name: value for name, value in inputs.items() if name != "labels"}).square().sum()
+    return (
+        model(**{name: value for name, value in inputs.items() if name != "labels"}).square().sum()
+    )
 
 
 def _in_halves(model: torch.nn.Module) -> None:
@@ -105,7 +107,9 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
         "has hooks": lambda layer: layer.register_forward_hook(lambda *_: None),
         "in a way of its own": lambda layer: setattr(layer, "mlp_bda", lambda *_: None),
         "has a Linear": lambda layer: setattr(layer, "mlp", torch.nn.Linear(1, 1)),
-        "cross attention": lambda layer: setattr(layer, "pre_cross_attn_layernorm", torch.nn.LayerNorm(1)),
+        "cross attention": lambda layer: setattr(
+            layer, "pre_cross_attn_layernorm", torch.nn.LayerNorm(1)
+        ),
     }
 
     said: dict[str, str | None] = {}
@@ -136,7 +140,9 @@ def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]
         for step in range(3):
             _loss(model, batch(step, rank, SEQUENCES)).backward()
             model.zero_grad(set_to_none=True)
-            deadline = time.monotonic() + 5  # gloo's thread may hold the last message a moment longer
+            deadline = (
+                time.monotonic() + 5
+            )  # gloo's thread may hold the last message a moment longer
             held = _held_bytes()
             while found and held > found[-1] and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -149,13 +155,17 @@ def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]
 
 def _held_bytes() -> int:
     tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def _worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     results = {
-        case: [_train(rank, world_size, case, prepare) for prepare in (lambda model: None, _in_halves)]
+        case: [
+            _train(rank, world_size, case, prepare) for prepare in (lambda model: None, _in_halves)
+        ]
         for case in CASES
     }
     results["mask"] = [
@@ -163,7 +173,9 @@ def _worker(rank: int, world_size: int) -> dict:
         for prepare in (lambda model: None, _in_halves)
     ]
     results["refused"] = _refused(rank, world_size)
-    results["kept alive"] = [_kept_alive(rank, world_size, _in_halves, changes) for changes in ({}, FULL)]
+    results["kept alive"] = [
+        _kept_alive(rank, world_size, _in_halves, changes) for changes in ({}, FULL)
+    ]
     return results
 
 

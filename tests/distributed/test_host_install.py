@@ -14,7 +14,12 @@ def evaluate(code: str) -> dict:
     program = f"import json, torch\nfrom megatron import host\nseen = {{}}\n{code}\nprint(json.dumps(seen))"
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        **{"cwd": REPO, "env": environment(LOCAL_WORLD_SIZE="4"), "capture_output": True, "text": True},
+        **{
+            "cwd": REPO,
+            "env": environment(LOCAL_WORLD_SIZE="4"),
+            "capture_output": True,
+            "text": True,
+        },
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
@@ -64,4 +69,9 @@ seen["helpers"] = utils.compile_helpers()
 @pytest.mark.thorough
 def test_with_cuda_torch_is_left_alone():
     """Helpers: megatron-core's own function would look for a Makefile and end the process."""
-    assert evaluate(WITH_CUDA) == {"installed": False, "active": False, "changed": [], "helpers": None}
+    assert evaluate(WITH_CUDA) == {
+        "installed": False,
+        "active": False,
+        "changed": [],
+        "helpers": None,
+    }

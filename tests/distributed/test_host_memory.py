@@ -18,8 +18,21 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import Ledger, Policy, Rule, TransportError, Transports, host_memory
-from megatron.compression.communication.host_memory import SLOTS, HostMemory, HostMemoryError, Step, largest
+from megatron.compression.communication import (
+    Ledger,
+    Policy,
+    Rule,
+    TransportError,
+    Transports,
+    host_memory,
+)
+from megatron.compression.communication.host_memory import (
+    SLOTS,
+    HostMemory,
+    HostMemoryError,
+    Step,
+    largest,
+)
 from megatron.compression.communication.topology import Topology, find_topology
 from megatron.compression.communication.transport import HostTransport
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
@@ -51,7 +64,9 @@ class Threads:
         to, source = (host, device) if step.sends else (device, host)
 
         def move() -> None:
-            while step.awaits is not None and (now.value if step.sends else now.value < step.awaits):
+            while step.awaits is not None and (
+                now.value if step.sends else now.value < step.awaits
+            ):
                 time.sleep(1e-4)
             ctypes.memmove(to, source, step.size)
             if step.says is not None:
@@ -93,7 +108,9 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
         rows = [[sizes.choice((0, 1, 700, 4000)) for _ in range(world)] for _ in range(world)]
         rings_go_round = largest(2) * (SLOTS + 2) // 4000
         width = sizes.choice((1, 96, 700)) if number % 10 else rings_go_round
-        x = torch.randint(0, 255, (sum(rows[rank]), width), dtype=torch.uint8, generator=generator).to(device)
+        x = torch.randint(
+            0, 255, (sum(rows[rank]), width), dtype=torch.uint8, generator=generator
+        ).to(device)
         came = [row[rank] for row in rows]
         expected = x.new_empty((sum(came), width))
         dist.all_to_all_single(expected, x, came, rows[rank])
@@ -144,7 +161,10 @@ def refused_worker(rank: int, world: int, folder: str) -> list[str]:
     refused(Refusing)
     assert closed == [0] * (rank == 0)
     opened = open
-    for path in ("/nowhere", os.devnull):  # as if the second rank were in another container; another size
+    for path in (
+        "/nowhere",
+        os.devnull,
+    ):  # as if the second rank were in another container; another size
         host_memory.open = lambda name, mode, path=path: opened(path if rank == 1 else name, mode)
         refused()
     del host_memory.open
@@ -165,7 +185,14 @@ def test_all_ranks_learn_of_a_problem(tmp_path: Path) -> None:
     """Nobody goes on alone, whatever fails and where; no file stays."""
     first, second = spawn(refused_worker, 2, str(tmp_path))
     assert first == second
-    expected = ("rank 1: no such driver", "/nowhere", "rank 1: ", "65 MiB", "No space left", "missing")
+    expected = (
+        "rank 1: no such driver",
+        "/nowhere",
+        "rank 1: ",
+        "65 MiB",
+        "No space left",
+        "missing",
+    )
     for reason, part in zip(first, expected, strict=True):
         assert part in reason
 
@@ -176,7 +203,9 @@ def no_peers(streams: Callable = Threads) -> Iterator[None]:
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("taco_kernels.symmetric_memory.hosts_reason", lambda group: None),
-        mock.patch("taco_kernels.symmetric_memory.peer_access_reason", lambda group: "no peer access"),
+        mock.patch(
+            "taco_kernels.symmetric_memory.peer_access_reason", lambda group: "no peer access"
+        ),
         mock.patch.object(HostMemory.__init__, "__defaults__", (streams,)),
     ):
         yield
@@ -206,7 +235,9 @@ def summed(topology: Topology, spec: str, sharded: bool) -> tuple[list, list[dic
 def gathered(topology: Topology) -> tuple[list, list[dict]]:
     """Weights behind two optimizer steps, and the ledger."""
     ledger = Ledger()
-    weights = torch.randn(topology.world_size * 9088, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weights = torch.randn(
+        topology.world_size * 9088, generator=torch.Generator().manual_seed(1)
+    ).bfloat16()
     rules = {"dp.weight": Rule(parse_codec("sdp4bit:intra=4"))}
     held = BucketWeights(weights.to(test_tagc.DEVICE), Policy(rules, ledger), topology, ledger)
     for _ in range(2):
@@ -236,7 +267,9 @@ def check_the_same(by_copies: Topology, by_torch: Topology) -> None:
         (sparse, False),
     ]
     for call, *settings in calls:
-        (found, rows), (expected, expected_rows) = (call(one, *settings) for one in (by_copies, by_torch))
+        (found, rows), (expected, expected_rows) = (
+            call(one, *settings) for one in (by_copies, by_torch)
+        )
         assert all(map(torch.equal, found, expected)) and bool(found[0].any()), (call, settings)
         assert rows == expected_rows, (call, settings)
 
@@ -259,18 +292,24 @@ def data_parallel_worker(rank: int, world: int) -> list[str]:
             link: type(topology.transport_over(link))
             for link in (None, "intra", "inter")[: 3 if node_size else 1]
         }
-        assert [one for one in hops if hops[one] is HostTransport] == ["intra" if node_size else None]
+        assert [one for one in hops if hops[one] is HostTransport] == [
+            "intra" if node_size else None
+        ]
         shared = {link: len(topology.transport_over(link).groups) for link in hops}
         assert shared == ({None: 3, "intra": 1, "inter": 3} if node_size else {None: 1})
         check_the_same(topology, find_topology(dist.group.WORLD, node_size))
         lines.append(topology.describe())
     with no_peers(Refusing):
-        with pytest.raises(TransportError, match="transport host is not possible: no host memory to share"):
+        with pytest.raises(
+            TransportError, match="transport host is not possible: no host memory to share"
+        ):
             find_topology(dist.group.WORLD, None, Transports("host"))
         far = find_topology(dist.group.WORLD, 1, Transports("host"))
     assert far.memory is None and not far.way
     start(rank)
-    by_threads = mock.Mock(side_effect=lambda group, fused: (HostMemory(group, Threads), "by threads"))
+    by_threads = mock.Mock(
+        side_effect=lambda group, fused: (HostMemory(group, Threads), "by threads")
+    )
     with mock.patch.object(Transports, "_memory_of", by_threads):
         weights = trained(rank, "host")
     assert weights == trained(rank, "collective") and by_threads.call_count == 1

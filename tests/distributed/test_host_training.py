@@ -30,7 +30,9 @@ def test_resume_is_bitwise(tmp_path):
 
 def test_a_signal_saves_and_ends_the_run(tmp_path):
     """With workers of the data loaders, which have Megatron's handler of the signal too."""
-    flags = f"--exit-signal-handler --num-workers 2 --save {tmp_path} --save-interval 1000000".split()
+    flags = (
+        f"--exit-signal-handler --num-workers 2 --save {tmp_path} --save-interval 1000000".split()
+    )
     run = start("pretrain_gpt.py", *tiny_flags(*flags, train_iters="1000000"), processes=2)
     run.wait_for("iteration        3/", timeout=200)
     os.kill(run.processes[0].pid, signal.SIGTERM)

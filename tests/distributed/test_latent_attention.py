@@ -47,12 +47,17 @@ def latent_worker(rank: int, world_size: int) -> dict:
             model = build_tiny_gpt(rank, world_size, run, torch.float32, attach=False, **changes)
             for module in model.modules():
                 if codec == codecs[3] and isinstance(module, MLASelfAttention):
-                    module.__class__ = MLASelfAttention  # megatron-core's, with projections that are whole
+                    module.__class__ = (
+                        MLASelfAttention  # megatron-core's, with projections that are whole
+                    )
             hooks.TensorParallel(run.config, run).attach([model])
             with TransportAudit(world_size) as audit:
                 loss = model(**batch(0, rank)).mean()
                 loss.backward()
-            assert torch.cuda.is_available() or total_of(run.ledger.rows()) == audit.sent, (layout, codec)
+            assert torch.cuda.is_available() or total_of(run.ledger.rows()) == audit.sent, (
+                layout,
+                codec,
+            )
             rows = [row for row in run.ledger.rows() if row["traffic"] != "tp.other"]
             named = model.named_parameters()
             gradients = {name: whole_gradient(value, parallel).cpu() for name, value in named}
@@ -78,7 +83,9 @@ def test_two_ranks_compute_what_one_does(layout: str, found: tuple[dict, list[di
             own_loss, own, _ = found[layout, codec]
             assert own_loss == pytest.approx(loss, rel=1e-6)
             for name, expected in gradients.items():
-                torch.testing.assert_close(own[name], expected, rtol=1e-4, atol=1e-6, msg=f"{codec} {name}")
+                torch.testing.assert_close(
+                    own[name], expected, rtol=1e-4, atol=1e-6, msg=f"{codec} {name}"
+                )
         coarse, rough, rows = found[layout, CODED]
         assert coarse == pytest.approx(loss, rel=0.003) and coarse != loss
         kinds = {(row["traffic"], row["kind"]) for row in rows}

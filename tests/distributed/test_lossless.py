@@ -39,7 +39,10 @@ def collectives_worker(rank: int, world_size: int) -> dict[str, int]:
     for dtype in (torch.bfloat16, torch.float32):
         for wild in (None, 0, world_size - 1):  # no rank's values, the first's, the last's
             for size in SIZES:
-                x = [rank_tensor(r, 2 * world_size, size, dtype, r == wild) for r in range(world_size)]
+                x = [
+                    rank_tensor(r, 2 * world_size, size, dtype, r == wild)
+                    for r in range(world_size)
+                ]
                 exact = sum((other.float() for other in x[1:]), x[0].float())
                 before, total = x[rank].clone(), 0
 
@@ -70,7 +73,9 @@ def test_collectives(world_size: int) -> None:
     for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
         tensor = 2 * world_size * SIZES[-1] * itemsize
         share = (world_size - 1) / world_size
-        plain = share * tensor * (2 + 2 + 1 + world_size)  # two all-reduces, reduce-scatter, all-gather
+        plain = (
+            share * tensor * (2 + 2 + 1 + world_size)
+        )  # two all-reduces, reduce-scatter, all-gather
         ratio = 1.39 if itemsize == 2 else 1.16
         assert by_rank[0][f"{dtype} None {SIZES[-1]}"] < plain / ratio
         for wild in (0, world_size - 1):
@@ -110,7 +115,9 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
 
     def run(*compressed: str) -> Run:
         words = tiny_flags(*GPT, "--bf16", *EVALUATED, *flags.split(), *compressed)
-        return pretrain(*words, script="tests/distributed/observed_lossless.py", env={"POISON": poison})
+        return pretrain(
+            *words, script="tests/distributed/observed_lossless.py", env={"POISON": poison}
+        )
 
     plain = run()
     losses, evaluated = plain.losses, plain.output.count("validation loss")

@@ -22,7 +22,14 @@ SEQUENCE = 32
 HIDDEN = 64
 BATCH = 4  # sequences an iteration, whatever the layout
 COMPRESSED = ("--taco", "--compression-min-mb", "0")
-ACTIVATIONS = ("tp.forward", "tp.backward", "pp.forward", "pp.backward", "cp.forward", "cp.backward")
+ACTIVATIONS = (
+    "tp.forward",
+    "tp.backward",
+    "pp.forward",
+    "pp.backward",
+    "cp.forward",
+    "cp.backward",
+)
 REPLICAS = ("dp.gradient", "dp.weight")
 
 ARCHITECTURES = {
@@ -86,7 +93,12 @@ class Cell:
         """The codecs: TACO, TAH-Quant between stages where there are any, and SDP4Bit between replicas."""
         stages = COMPRESSED_STAGES if self.pipeline != "1" else ()
         overlap = ("--tp-compression-overlap", self.overlap)
-        return [*COMPRESSED, *overlap, *stages, *(COMPRESSED_REPLICAS if self.data_parallel > 1 else ())]
+        return [
+            *COMPRESSED,
+            *overlap,
+            *stages,
+            *(COMPRESSED_REPLICAS if self.data_parallel > 1 else ()),
+        ]
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -149,7 +161,13 @@ class Runs:
         """Flags that start from one set of weights; one step on a single process writes them."""
         saved = self.directory / architecture
         if not saved.exists():
-            flags = [*model_flags(architecture, tied=False), "--train-iters", "1", "--eval-iters", "0"]
+            flags = [
+                *model_flags(architecture, tied=False),
+                "--train-iters",
+                "1",
+                "--eval-iters",
+                "0",
+            ]
             flags += ["--micro-batch-size", "1", "--save", str(saved), "--save-interval", "1"]
             self.train(flags, 1)
         return ["--load", str(saved), "--finetune", "--no-load-optim", "--no-load-rng"]
@@ -199,7 +217,9 @@ def check_replicas(run: Run, tied: bool = False) -> None:
         shared = one.parameters.keys() if one.place == other.place else one.replicated
         assert one.replicated == other.replicated and len(shared) >= 2
         for name in shared:
-            assert one.parameters[name] == other.parameters[name], f"{name} differs between replicas"
+            assert one.parameters[name] == other.parameters[name], (
+                f"{name} differs between replicas"
+            )
     if tied:
         check_tied_embeddings(run)
 
@@ -229,7 +249,9 @@ def test_cell(runs: Runs, cell: Cell) -> None:
     assert run.losses == pytest.approx(expected, rel=cell.tolerance)
     assert run.losses != serial.losses, "nothing was compressed"
     assert serial.losses[ITERATIONS] < serial.losses[1] - 0.1, "it has learnt something"
-    assert run.ranks[-1].validation == pytest.approx(serial.ranks[-1].validation, rel=cell.tolerance)
+    assert run.ranks[-1].validation == pytest.approx(
+        serial.ranks[-1].validation, rel=cell.tolerance
+    )
     assert NONE_SKIPPED in run.output
     check_replicas(run, cell.tied)
     check_channels(run, cell.channels)
@@ -249,7 +271,9 @@ def check_channels(run: Run, channels: tuple[str, ...]) -> None:
     assert set(sent) & {*ACTIVATIONS} == set(channels) - {*REPLICAS}
     for channel in channels:
         # "exact", of data parallelism alone: the first weights, and parameters that are too small
-        assert sent[channel] - ({"exact"} if channel.startswith("dp.") else set()) == {"compressed"}, channel
+        assert sent[channel] - ({"exact"} if channel.startswith("dp.") else set()) == {
+            "compressed"
+        }, channel
 
 
 # name: (architecture, tied, everything but the sizes, the codecs, the channels)
@@ -280,13 +304,21 @@ LAYOUTS = {
 THOROUGH = {"tensor and data": pytest.mark.thorough}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=THOROUGH.get(name, ())) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=THOROUGH.get(name, ())) for name in LAYOUTS]
+)
 def test_layout(runs: Runs, layout: str) -> None:
     """On four ranks with the distributed optimizer's overlaps: near the serial run, every channel compressed,
     and a resumed run ends in the same bits."""
     architecture, tied, words, codecs, channels = LAYOUTS[layout]
     saved, half, whole = runs.directory / layout.replace(" ", "-"), ITERATIONS // 2, ITERATIONS
-    flags = [*model_flags(architecture, tied), "--micro-batch-size", "1", *words.split(), *codecs.split()]
+    flags = [
+        *model_flags(architecture, tied),
+        "--micro-batch-size",
+        "1",
+        *words.split(),
+        *codecs.split(),
+    ]
     flags += [*OPTIMIZERS["distributed"].split(), *COMPRESSED_REPLICAS, "--train-iters", str(whole)]
     flags += ["--save", str(saved), "--save-interval", str(half)]
     run = runs.train([*flags, *runs.initial(architecture)], 4)
@@ -298,7 +330,9 @@ def test_layout(runs: Runs, layout: str) -> None:
     check_channels(run, channels + REPLICAS)
     go_back_to(half, saved)
     resumed = runs.train([*flags, "--load", str(saved)], 4)
-    assert resumed.losses == {iteration: run.losses[iteration] for iteration in range(half + 1, whole + 1)}
+    assert resumed.losses == {
+        iteration: run.losses[iteration] for iteration in range(half + 1, whole + 1)
+    }
     assert resumed.parameters == run.parameters
 
 
@@ -321,9 +355,16 @@ def test_every_channel_is_compressed(tmp_path: Path) -> None:
     assert 0.005 < errors["pipeline stage 1", "pp.backward"] < 0.05
     assert written["ledger_by_rank"] == [rank.ledger for rank in whole.ranks]
     summary = written["summary"]
-    assert list(summary["dimensions"]) == ["tensor parallel", "data parallel", "pipeline parallel", "all"]
+    assert list(summary["dimensions"]) == [
+        "tensor parallel",
+        "data parallel",
+        "pipeline parallel",
+        "all",
+    ]
     ratios = {name: row["ratio"] for name, row in summary["dimensions"].items()}
-    tied_embeddings = summary["bytes_per_iteration"]["pp.other"]  # exact, and much of so small a model
+    tied_embeddings = summary["bytes_per_iteration"][
+        "pp.other"
+    ]  # exact, and much of so small a model
     assert tied_embeddings["sent"] == tied_embeddings["uncompressed"] == 4 * 256 * 64 / 2
     assert min(ratios["tensor parallel"], ratios["data parallel"], ratios["all"]) > 1.5, ratios
     page = (report / "report.md").read_text()

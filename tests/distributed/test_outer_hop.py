@@ -15,20 +15,30 @@ SEQUENTIAL = replace(OUTER, overlap=False)
 SETUPS = {
     "none:outer=int8": (OUTER, 0.52, 1e-3),
     "int8:outer=int4": (OUTER, 0.27, 1e-3),
-    "sdp4bit": (replace(SEQUENTIAL, micro_batches=2), 0.27, 1),  # other micro-batches, so another loss
+    "sdp4bit": (
+        replace(SEQUENTIAL, micro_batches=2),
+        0.27,
+        1,
+    ),  # other micro-batches, so another loss
     "sdp4bit:outer=none": (OUTER, None, 1),
     "none:outer=lossless": (replace(OUTER, fp32_gradients=False), 1.9, 1e-3),
 }
 """With the largest share of bf16 sums' bytes (Megatron's are fp32 here) and largest change of the loss."""
 
 
-def sent(training: Training, traffic: str = "dp.outer", link: str | None = "inter") -> tuple[int, int]:
+def sent(
+    training: Training, traffic: str = "dp.outer", link: str | None = "inter"
+) -> tuple[int, int]:
     """Bytes this rank has sent over a link, and would have sent uncompressed."""
-    rows = [row for row in training.rows if row["traffic"] == traffic and link in (None, row["link"])]
+    rows = [
+        row for row in training.rows if row["traffic"] == traffic and link in (None, row["link"])
+    ]
     return sum(row["sent_bytes"] for row in rows), sum(row["plain_bytes"] for row in rows)
 
 
-def run(rank: int, setup: Setup, spec: str | None = None, node_size: int = 2) -> tuple[Training, float]:
+def run(
+    rank: int, setup: Setup, spec: str | None = None, node_size: int = 2
+) -> tuple[Training, float]:
     """A training, in which each instance counts as a node; and its loss, the mean over ranks and iterations.
 
     In the first iteration the ledger is compared with what the backend was given.

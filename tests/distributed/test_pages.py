@@ -36,7 +36,11 @@ class Block:
 
 def code_blocks(page: Path) -> list[Block]:
     """The ``python`` and ``bash`` blocks of a page."""
-    return [Block(*found) for found in _BLOCK.findall(page.read_text()) if found[0] in ("python", "bash")]
+    return [
+        Block(*found)
+        for found in _BLOCK.findall(page.read_text())
+        if found[0] in ("python", "bash")
+    ]
 
 
 def run(block: Block, folder: Path, timeout: float = 400) -> str:
@@ -55,7 +59,9 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     imports = os.pathsep.join(map(str, (START_FAST, folder, REPO)))
     run = launched(words, environment(PATH=path, PYTHONPATH=imports), folder).finish(timeout)
-    assert run.returncode == 0, f"exit status {run.returncode} of\n{block.text}\n{run.output[-6000:]}"
+    assert run.returncode == 0, (
+        f"exit status {run.returncode} of\n{block.text}\n{run.output[-6000:]}"
+    )
     return run.output
 
 
@@ -72,7 +78,10 @@ def test_quickstart(tmp_path):
     outputs = [run(block, folder) for block in code_blocks(REPO / "docs" / "quickstart.md")]
     for dimension, output in zip(("tensor", "pipeline", "data"), outputs, strict=True):
         assert f"{dimension}-parallel ratio" in output
-    assert "What one GPU sends in one iteration" in (folder / "runs" / "quickstart" / "report.md").read_text()
+    assert (
+        "What one GPU sends in one iteration"
+        in (folder / "runs" / "quickstart" / "report.md").read_text()
+    )
 
 
 def test_extending(tmp_path):

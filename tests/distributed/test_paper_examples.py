@@ -78,7 +78,10 @@ def test_published_settings(validated, key):
 def test_variants(validated):
     for key, specs in VARIANTS.items():
         assert validated[key]["specs"] == specs, key
-    assert validated["taco", "qwen3-0.6b"]["least_mb"] == 0 and validated["taco", "gpt-350m"]["least_mb"] == 8
+    assert (
+        validated["taco", "qwen3-0.6b"]["least_mb"] == 0
+        and validated["taco", "gpt-350m"]["least_mb"] == 8
+    )
     assert validated["ordinary"]["fraction"] == 1
     eight = validated["eight stages"]
     assert (eight["pp"], eight["dp"], eight["layers"]) == (8, 1, 36)
@@ -88,14 +91,32 @@ def test_variants(validated):
     ("name", "variables", "message"),
     [
         ("taco", {"MODEL": "8b", **DATA}, "error: MODEL=8b is unknown; use gpt-350m"),
-        ("sdp4bit", {"VARIANT": "half", "MOCK": "1"}, "error: VARIANT=half is unknown; use all, weights"),
-        ("taco", {"PRECISION": "fp64", **DATA}, "error: PRECISION=fp64 is unknown; use bf16, fp16 or fp32"),
-        ("taco", {"DATA_PATH": "x", "TINY": "1"}, "error: TOKENIZER_MODEL is not set: give the tokenizer"),
-        ("taco", {"MODEL": "qwen2.5-7b", **DATA}, "error: HF_DIR is not set: give the Hugging Face folder"),
+        (
+            "sdp4bit",
+            {"VARIANT": "half", "MOCK": "1"},
+            "error: VARIANT=half is unknown; use all, weights",
+        ),
+        (
+            "taco",
+            {"PRECISION": "fp64", **DATA},
+            "error: PRECISION=fp64 is unknown; use bf16, fp16 or fp32",
+        ),
+        (
+            "taco",
+            {"DATA_PATH": "x", "TINY": "1"},
+            "error: TOKENIZER_MODEL is not set: give the tokenizer",
+        ),
+        (
+            "taco",
+            {"MODEL": "qwen2.5-7b", **DATA},
+            "error: HF_DIR is not set: give the Hugging Face folder",
+        ),
         ("tah_quant", DATA, "error: PRETRAINED is not set: give a Megatron checkpoint"),
     ],
 )
-def test_unknown_names_and_runs_without_their_weights_are_refused(tmp_path, name, variables, message):
+def test_unknown_names_and_runs_without_their_weights_are_refused(
+    tmp_path, name, variables, message
+):
     with pytest.raises(subprocess.CalledProcessError) as failure:
         command_line(tmp_path, script(name), **variables)
     assert failure.value.returncode == 2 and message in failure.value.stderr
@@ -114,6 +135,11 @@ def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
         ("tah_quant", {"VARIANT": "none"}),
         ("tah_quant", {"VARIANT": "none", "PRECISION": "bf16"}),
     ]
-    lines = [command_line(tmp_path, script(name), **DATA, PRETRAINED="gpt2", **given) for name, given in runs]
+    lines = [
+        command_line(tmp_path, script(name), **DATA, PRETRAINED="gpt2", **given)
+        for name, given in runs
+    ]
     saved = [line[line.index("--save") + 1] for line in lines]
-    assert len(set(saved)) == len(runs) and all(re.fullmatch(r"checkpoints/[\w.,=-]+", one) for one in saved)
+    assert len(set(saved)) == len(runs) and all(
+        re.fullmatch(r"checkpoints/[\w.,=-]+", one) for one in saved
+    )

@@ -104,7 +104,9 @@ def test_identity_payloads_change_no_bit(results: list[dict], case: Case) -> Non
             check_the_same(run, plain)
             messages = [row for row in run["ledger"] if row["operation"] == "send"]
             assert len(messages) == len(sent)
-            for row in messages:  # fp32 values in fp32 payloads: the same bytes, in as many messages
+            for (
+                row
+            ) in messages:  # fp32 values in fp32 payloads: the same bytes, in as many messages
                 kinds = {"identity": "compressed", "warm-up": "warmup", "none": "off"}
                 one_way = "compressed" if row["traffic"] == "pp.forward" else "off"
                 assert row["kind"] == kinds.get(name, one_way)
@@ -127,11 +129,19 @@ def test_lossless_changes_no_bit(results: list[dict], case: Case) -> None:
             for row in sends:
                 assert row["kind"] in ({"overflow"} if row["phase"] == "eval" else passes)
                 assert row["calls"] == calls[row["phase"], row["traffic"]]
-            rows = [row for row in run["ledger"] if row["phase"] == "train" and row["kind"] == "compressed"]
-            sent, uncompressed = (sum(row[key] for row in rows) for key in ("sent_bytes", "plain_bytes"))
+            rows = [
+                row
+                for row in run["ledger"]
+                if row["phase"] == "train" and row["kind"] == "compressed"
+            ]
+            sent, uncompressed = (
+                sum(row[key] for row in rows) for key in ("sent_bytes", "plain_bytes")
+            )
             assert sent < 0.9 * uncompressed or not rows
         repeated = {run["repeated"] for run in runs}
-        assert repeated == {name == "overflow"} or case.tensor == 2, "a message of one tile has room even so"
+        assert repeated == {name == "overflow"} or case.tensor == 2, (
+            "a message of one tile has room even so"
+        )
 
 
 @pytest.mark.parametrize("codec", OTHER_CODECS)
@@ -144,7 +154,9 @@ def test_any_codec(results: list[dict], codec: str) -> None:
         rows = rank["1F1B on 2"][codec]["ledger"]
         sent, plain = (sum(row[key] for row in rows) for key in ("sent_bytes", "plain_bytes"))
         assert 0 < sent < 0.32 * plain
-    assert losses[codec] == pytest.approx(losses["none"], rel=0.02) and losses[codec] != losses["none"]
+    assert (
+        losses[codec] == pytest.approx(losses["none"], rel=0.02) and losses[codec] != losses["none"]
+    )
 
 
 def test_overflow_reaches_the_first_stage(results: list[dict]) -> None:
@@ -270,7 +282,9 @@ def _build(rank: int, case: Case) -> list:
         num_layers=case.layers,
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.virtual,
-        **dict(pipeline_dtype=torch.float32, deallocate_pipeline_outputs=True, deterministic_mode=True),
+        **dict(
+            pipeline_dtype=torch.float32, deallocate_pipeline_outputs=True, deterministic_mode=True
+        ),
         **case.changes,
     )
     chunks = []

@@ -16,7 +16,9 @@ PLAIN = 4096 * 4
 
 def flags(*more: str) -> list[str]:
     """Two stages in fp32."""
-    return tiny_flags("--pipeline-model-parallel-size", "2", *more, hidden_size="64", eval_interval="2")
+    return tiny_flags(
+        "--pipeline-model-parallel-size", "2", *more, hidden_size="64", eval_interval="2"
+    )
 
 
 COMPRESSED = flags("--pp-compression", "tah-quant", "--eval-iters", "1")
@@ -30,7 +32,11 @@ def sent(run: Run, channel: str, phase: str = "train") -> dict[str, tuple[int, i
             if (row["traffic"], row["phase"]) == (channel, phase):
                 calls, bytes_sent, plain = totals.get(row["kind"], (0, 0, 0))
                 calls += row["calls"] if row["operation"] == "send" else 0
-                totals[row["kind"]] = calls, bytes_sent + row["sent_bytes"], plain + row["plain_bytes"]
+                totals[row["kind"]] = (
+                    calls,
+                    bytes_sent + row["sent_bytes"],
+                    plain + row["plain_bytes"],
+                )
     return totals
 
 
@@ -49,7 +55,10 @@ def test_bytes_by_hand(whole: Run) -> None:
     assert evaluated[0] > 0 and evaluated[1:] == (evaluated[0] * FORWARD, evaluated[0] * PLAIN)
     assert sent(whole, "pp.backward", "eval") == {}
     assert 8 * FORWARD / 4096 <= 4.5 and 8 * BACKWARD / 4096 <= 6.6
-    assert "pipeline stages send tah-quant, back int6:group=32,scales=single,hadamard=off" in whole.output
+    assert (
+        "pipeline stages send tah-quant, back int6:group=32,scales=single,hadamard=off"
+        in whole.output
+    )
     assert whole.losses[ITERATIONS] < whole.losses[1]
     assert whole.ranks[-1].validation[-1] == pytest.approx(whole.losses[ITERATIONS], rel=0.05)
 
@@ -60,7 +69,9 @@ def test_repeated_iterations_train_alike(whole: Run) -> None:
         --error-injection-type transient_error"""
     repeated = pretrain(*COMPRESSED, *suspicious.split())
     assert repeated.losses == whole.losses and repeated.parameters == whole.parameters
-    assert sent(repeated, "pp.backward")["compressed"][0] == (2 * ITERATIONS - 1) * MESSAGES, "not the first"
+    assert sent(repeated, "pp.backward")["compressed"][0] == (2 * ITERATIONS - 1) * MESSAGES, (
+        "not the first"
+    )
 
 
 CODECS = """--taco format=int4 --compression-min-mb 0 --pp-compression tah-quant
@@ -76,7 +87,11 @@ def validated(*more: str) -> list[str]:
 def rows(run: Run, phase: str) -> list[list[dict]]:
     """The ledger of each rank in a phase, without what never is compressed."""
     return [
-        [row for row in rank.ledger if row["phase"] == phase and not row["traffic"].endswith("other")]
+        [
+            row
+            for row in rank.ledger
+            if row["phase"] == phase and not row["traffic"].endswith("other")
+        ]
         for rank in run.ranks
     ]
 
@@ -84,7 +99,14 @@ def rows(run: Run, phase: str) -> list[list[dict]]:
 def test_evaluations_are_uncompressed_and_training_is_what_it_was(tmp_path) -> None:
     """Compressed with the flag and without; and an uncompressed evaluation of the former's checkpoint."""
     saved = str(tmp_path / "saved")
-    words = [*validated(*CODECS.split()), "--save", saved, "--save-interval", "4", "--validate-uncompressed"]
+    words = [
+        *validated(*CODECS.split()),
+        "--save",
+        saved,
+        "--save-interval",
+        "4",
+        "--validate-uncompressed",
+    ]
     exact = pretrain(*words, ranks=4)
     evaluated = pretrain(*validated("--load", saved), ranks=4)
     coded = pretrain(*validated(*CODECS.split()), ranks=4)
@@ -94,7 +116,11 @@ def test_evaluations_are_uncompressed_and_training_is_what_it_was(tmp_path) -> N
     assert all(with_flag != without for with_flag, without in zip(found, noisy, strict=True))
     assert "evaluation sends activations uncompressed (--validate-uncompressed)" in exact.output
     # Training: losses, parameters and bytes are those without the flag.
-    assert exact.losses == coded.losses and len(exact.losses) == 4 and exact.parameters == coded.parameters
+    assert (
+        exact.losses == coded.losses
+        and len(exact.losses) == 4
+        and exact.parameters == coded.parameters
+    )
     assert rows(exact, "train") == rows(coded, "train")
     assert {row["kind"] for rank in rows(exact, "train") for row in rank} == {"compressed", "off"}
     # The ledger: evaluations have a kind of their own; four here, two in the uncompressed run.
@@ -102,4 +128,6 @@ def test_evaluations_are_uncompressed_and_training_is_what_it_was(tmp_path) -> N
         assert with_flag and {row["kind"] for row in with_flag} == {"evaluation"}
         assert {row["kind"] for row in uncompressed} == {"off"}
         sent = {(row["traffic"], row["operation"]): row["sent_bytes"] for row in with_flag}
-        assert sent == {(row["traffic"], row["operation"]): 2 * row["sent_bytes"] for row in uncompressed}
+        assert sent == {
+            (row["traffic"], row["operation"]): 2 * row["sent_bytes"] for row in uncompressed
+        }

@@ -35,7 +35,12 @@ def make_hugging_face_model(
     if family == "qwen2":
         config = transformers.Qwen2Config(**sizes, tie_word_embeddings=False)
     elif family == "llama":
-        sizes["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, **LLAMA3_ROPE}
+        sizes["rope_parameters"] = {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 32.0,
+            **LLAMA3_ROPE,
+        }
         config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
     else:
         config = transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
@@ -43,7 +48,9 @@ def make_hugging_face_model(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms that are not one and biases that are not zero show mistakes
+            if (
+                parameter.dim() == 1
+            ):  # norms that are not one and biases that are not zero show mistakes
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.mul_(6)
@@ -53,7 +60,11 @@ def make_hugging_face_model(
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder's safetensors files."""
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def assert_same_tensors(folder: Path, wanted: Path) -> None:
@@ -137,7 +148,9 @@ def test_logits_are_hugging_faces(family, parallel, parity) -> None:
     _, wanted, ours = parity
     assert wanted[family].std() > 0.5, "logits of no size would agree by accident"
     for results in ours:
-        torch.testing.assert_close(results[f"{family} {parallel}"], wanted[family], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            results[f"{family} {parallel}"], wanted[family], rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -101,7 +101,9 @@ def _damaged_worker(rank: int, world_size: int) -> None:
     for setup in (
         Setup(settings=ON, dtype=torch.float16),
         Setup(settings=ON),
-        Setup(settings={"compression": "tagc", "weights": "sdp4bit:intra=4,group=2048,hadamard=off"}),
+        Setup(
+            settings={"compression": "tagc", "weights": "sdp4bit:intra=4,group=2048,hadamard=off"}
+        ),
         Setup(settings={"compression": "tagc:wire=sketch"}, distributed_optimizer=False),
     ):
         _check_damaged(rank, replace(setup, loss_scale=128.0, bucket_size=50_000))
@@ -117,7 +119,9 @@ def _check_damaged(rank: int, setup: Setup) -> None:
     before = training.digest()
     hook = _damage if rank == 1 else None
     skipped, skipped_reference = training.step(hook)[1], reference.step(hook)[1]
-    assert not skipped and not skipped_reference, "skipped with and without compression, on every rank"
+    assert not skipped and not skipped_reference, (
+        "skipped with and without compression, on every rank"
+    )
     training.settle()
     assert training.digest() == before, "the weight difference of a skipped step is nothing"
     for group in training.groups:

@@ -68,7 +68,9 @@ def fill(sync, step: int, rank: int) -> torch.Tensor:
     total = torch.zeros(flat.numel())
     for key in (step, 1000 + 10 * step + rank):
         g = torch.Generator().manual_seed(key)
-        values = torch.randn(flat.numel(), generator=g) * torch.randn(flat.numel(), generator=g).exp()
+        values = (
+            torch.randn(flat.numel(), generator=g) * torch.randn(flat.numel(), generator=g).exp()
+        )
         total += 0.5 * values
     inside = torch.zeros(flat.numel(), dtype=torch.bool)
     for span in sync.bucket.spans:
@@ -175,7 +177,9 @@ def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
         if owner != rank and share.compressed
     )
     assert kinds["compressed"] == wires
-    exact = sum(4 * numel_of(share.exact) for owner, share in enumerate(sync.shares) if owner != rank)
+    exact = sum(
+        4 * numel_of(share.exact) for owner, share in enumerate(sync.shares) if owner != rank
+    )
     assert 0 <= kinds["excluded"] - exact < 64 * world_size
     return {
         "wires": wires,
@@ -183,7 +187,9 @@ def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
     }
 
 
-def _non_finite_worker(rank: int, world_size: int, sharded: bool, wire: str, node_size=None) -> None:
+def _non_finite_worker(
+    rank: int, world_size: int, sharded: bool, wire: str, node_size=None
+) -> None:
     sync = make_sync(sharded, torch.float32, node_size=node_size, wire=wire)
     fill(sync, 0, rank)
     sync.start().wait()
@@ -226,7 +232,9 @@ def test_exchanges(world_size: int, node_size: int | None) -> None:
     """Nothing is lost, replicas agree, the ledger counts what is sent; at two ranks and on two nodes an
     infinity shows and poisons nothing."""
     for sizes in spawn(exchange_worker, world_size, node_size):
-        assert not sizes or 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6, "16 / 3.85 + 1 bits a value"
+        assert not sizes or 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6, (
+            "16 / 3.85 + 1 bits a value"
+        )
 
 
 def training_worker(rank: int, world_size: int, iterations: int = 24) -> list[list[float]]:

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_gpt import HIDDEN, device_of, run_with, start_model_parallel, transformer_config
+from tests.distributed.tiny_gpt import (
+    HIDDEN,
+    device_of,
+    run_with,
+    start_model_parallel,
+    transformer_config,
+)
 
 WIDE = 4 * HIDDEN
 TOKENS = (SEQUENCE, BATCH) = (16, 2)
@@ -57,7 +63,9 @@ def _data(kind: str, device) -> tuple[torch.Tensor, torch.Tensor]:
     return x.to(device), gradient.to(device)
 
 
-def _run(kind: str, sequence_parallel: bool, layer, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+def _run(
+    kind: str, sequence_parallel: bool, layer, rank: int, world_size: int
+) -> dict[str, torch.Tensor]:
     """Forward and backward on this rank's part of the data."""
     x, gradient = _data(kind, device_of(rank))
 
@@ -83,7 +91,9 @@ def _run(kind: str, sequence_parallel: bool, layer, rank: int, world_size: int) 
     return {**result, "bias.grad": layer.bias.grad}
 
 
-def _serial(kind: str, sequence_parallel: bool, rank: int, world_size: int) -> dict[str, torch.Tensor]:
+def _serial(
+    kind: str, sequence_parallel: bool, rank: int, world_size: int
+) -> dict[str, torch.Tensor]:
     """The same layer in one piece, cut to what this rank holds of it."""
     torch.manual_seed(3)
     shape = {"row": (HIDDEN, WIDE), "column": (WIDE, HIDDEN), "embedding": (WIDE, HIDDEN)}[kind]
@@ -132,7 +142,9 @@ def layers_worker(rank: int, world_size: int) -> dict[str, float]:
     errors = {}
     for (kind, sequence_parallel), communicated in _COMMUNICATED.items():
 
-        def run(compressed, codec="taco", kind=kind, sequence_parallel=sequence_parallel, **settings):
+        def run(
+            compressed, codec="taco", kind=kind, sequence_parallel=sequence_parallel, **settings
+        ):
             layer = _layer(kind, sequence_parallel, compressed, world_size, codec, rank, **settings)
             return _run(kind, sequence_parallel, layer, rank, world_size)
 
@@ -144,14 +156,18 @@ def layers_worker(rank: int, world_size: int) -> dict[str, float]:
             torch.testing.assert_close(identity[name], serial[name], rtol=1e-5, atol=1e-5, msg=what)
             # More ranks: the backend sums in another order. CUDA: a GEMM in two halves rounds otherwise.
             if value.is_cpu and (world_size == 2 or name not in communicated):
-                assert torch.equal(identity[name], value), f"{what}: identity codec must change nothing"
+                assert torch.equal(identity[name], value), (
+                    f"{what}: identity codec must change nothing"
+                )
             else:
                 torch.testing.assert_close(identity[name], value, rtol=1e-5, atol=1e-5, msg=what)
             if name in communicated:
                 exact = serial[name]
                 errors[what] = float((taco[name] - exact).norm() / exact.norm())
             else:
-                assert torch.equal(taco[name], identity[name]), f"{what} does not depend on the codec"
+                assert torch.equal(taco[name], identity[name]), (
+                    f"{what} does not depend on the codec"
+                )
     return errors
 
 

@@ -71,7 +71,9 @@ def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
     model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32, **FULL)
     hashes: list[str] = []
     for layer in model.decoder.layers:
-        layer.mlp.register_forward_hook(lambda module, args, output: hashes.append(digest(output[0])))
+        layer.mlp.register_forward_hook(
+            lambda module, args, output: hashes.append(digest(output[0]))
+        )
     losses = [model(**batch(step, rank, BATCH)).mean() for step in range(2)]
     forward, hashes[:] = list(hashes), []
     for loss in losses:
@@ -85,7 +87,10 @@ def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
 
 def test_recomputation_and_parts_that_meet_no_site() -> None:
     """Without sequence parallelism fc1 sends nothing forward, and the projection nothing backward."""
-    idle = {f"--tp-compression {part}" for part in ("fc1=int4", "fc2@embedding=int4", "BACKWARD proj@0=int4")}
+    idle = {
+        f"--tp-compression {part}"
+        for part in ("fc1=int4", "fc2@embedding=int4", "BACKWARD proj@0=int4")
+    }
     assert spawn(recompute_worker, 2) == [[set(), idle]] * 2
 
 
@@ -111,9 +116,15 @@ def audit_worker(rank: int, world_size: int) -> dict[tuple, list[dict]]:
     results = {}
     for sequence_parallel, name, trained in itertools.product((False, True), CASES, (True, False)):
         run = run_with(**CASES[name])
-        model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, sequence_parallel=sequence_parallel)
+        model = build_tiny_gpt(
+            rank, world_size, run, torch.bfloat16, sequence_parallel=sequence_parallel
+        )
         if not trained:
-            frozen = model.embedding, model.decoder.layers[0], model.decoder.layers[1].mlp.linear_fc1
+            frozen = (
+                model.embedding,
+                model.decoder.layers[0],
+                model.decoder.layers[1].mlp.linear_fc1,
+            )
             for module in frozen:
                 module.requires_grad_(False)
         with TransportAudit(world_size) as audit:
@@ -141,7 +152,11 @@ MESSAGE = SEQUENCE * BATCH * HIDDEN * 2  # the whole sequence in bf16
 MESSAGES = {
     (False, "tp.forward"): {"all_reduce": 2 * LAYERS + 1},
     (False, "tp.backward"): {"all_reduce": 2 * LAYERS + 1},
-    (True, "tp.forward"): {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS, "all_reduce": 1},
+    (True, "tp.forward"): {
+        "all_gather": 2 * LAYERS + 1,
+        "reduce_scatter": 2 * LAYERS,
+        "all_reduce": 1,
+    },
     (True, "tp.backward"): {"all_gather": 4 * LAYERS + 2, "reduce_scatter": 2 * LAYERS + 1},
 }
 FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (W-1)/W
@@ -152,7 +167,9 @@ audited = spawned(audit_worker, 2)
 
 @pytest.mark.parametrize("channel", ["tp.forward", "tp.backward"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_messages_are_the_hand_count(audited: list[dict], sequence_parallel: bool, channel: str) -> None:
+def test_messages_are_the_hand_count(
+    audited: list[dict], sequence_parallel: bool, channel: str
+) -> None:
     """Uncompressed for one reason, or all payload of 8.5 bits; of a warm-up iteration each."""
     wanted = {
         operation: 2 * count * FACTORS[operation] * MESSAGE // 2
@@ -160,16 +177,22 @@ def test_messages_are_the_hand_count(audited: list[dict], sequence_parallel: boo
     }
     for results in audited:
         for name in ("compressed", "off", "small", "warmup"):
-            rows = [row for row in results[sequence_parallel, name, True] if row["traffic"] == channel]
+            rows = [
+                row for row in results[sequence_parallel, name, True] if row["traffic"] == channel
+            ]
             kinds = {"warmup", "compressed"} if name == "warmup" else {name}
             assert {row["kind"] for row in rows} == kinds
             for kind in kinds:
                 stands_for: Counter[str] = Counter()
                 for row in rows:
                     if row["kind"] == kind and row["plain_bytes"]:
-                        stands_for[row["operation"].removeprefix("instead_of_")] += row["plain_bytes"]
+                        stands_for[row["operation"].removeprefix("instead_of_")] += row[
+                            "plain_bytes"
+                        ]
                 share = 2 if len(kinds) == 2 else 1
-                assert stands_for == {operation: size // share for operation, size in wanted.items()}
+                assert stands_for == {
+                    operation: size // share for operation, size in wanted.items()
+                }
             if name == "compressed":
                 assert sum(row["sent_bytes"] for row in rows) * 16 == sum(wanted.values()) * 8.5
 
@@ -210,7 +233,9 @@ def check_few_groups(sequence_parallel: bool, **options) -> None:
             mine = [row for row in taco if row["traffic"] == channel]
             assert {row["kind"] for row in mine} == {"compressed"}
             if not sequence_parallel:  # else the linear layers gather and scatter as well
-                (row,) = (r for r in plain if (r["traffic"], r["operation"]) == (channel, operation))
+                (row,) = (
+                    r for r in plain if (r["traffic"], r["operation"]) == (channel, operation)
+                )
                 (instead,) = (r for r in mine if r["operation"] == f"instead_of_{operation}")
                 expected = LAYERS * QKV * (world_size - 1) // world_size
                 assert row["sent_bytes"] == instead["plain_bytes"] == expected

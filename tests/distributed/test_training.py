@@ -26,8 +26,12 @@ GPT = MODEL.split()
 )
 def test_golden_losses(name: str, flags: list[str], tolerance: float) -> None:
     """At TP 2 the losses are those on record, which are stored with every digit."""
-    words = tiny_flags(*GPT, "--tensor-model-parallel-size", "2", *flags, train_iters=str(GOLDEN_ITERATIONS))
+    words = tiny_flags(
+        *GPT, "--tensor-model-parallel-size", "2", *flags, train_iters=str(GOLDEN_ITERATIONS)
+    )
     losses = pretrain(*words, env={MOCK_DOCUMENTS: "100000"}).losses
-    golden = {int(iteration): loss for iteration, loss in json.loads(GOLDEN.read_text())[name].items()}
+    golden = {
+        int(iteration): loss for iteration, loss in json.loads(GOLDEN.read_text())[name].items()
+    }
     assert losses == pytest.approx(golden, rel=tolerance)
     assert golden[GOLDEN_ITERATIONS] < golden[1] - 0.5, "the golden run has learnt something"

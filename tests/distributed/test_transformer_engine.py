@@ -55,7 +55,11 @@ def trained(model: Model, rank: int, sequence_parallel: bool, recompute: bool = 
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(TOKENS, HIDDEN, generator=generator)
         x = (x.chunk(2)[rank] if sequence_parallel else x).clone().requires_grad_()
-        out = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True) if recompute else model(x)
+        out = (
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
+            if recompute
+            else model(x)
+        )
         out.sin().sum().backward()
         result |= {f"output {step}": out.detach(), f"gradient {step}": x.grad}
     for name, parameter in model.named_parameters():
@@ -87,13 +91,19 @@ def test_who_defers_weight_gradients(config: dict) -> None:
 
     layers, module, own = TransformerEngineLayers(run_with("int8")), torch.nn.Module(), object()
     layers._patched = True
-    vars(module).update(tp_group=None, parallel_mode="row", sequence_parallel=False, wgrad_store=own)
-    vars(module).update(fuse_wgrad_accumulation=True, use_bias=False, config=SimpleNamespace(**config))
+    vars(module).update(
+        tp_group=None, parallel_mode="row", sequence_parallel=False, wgrad_store=own
+    )
+    vars(module).update(
+        fuse_wgrad_accumulation=True, use_bias=False, config=SimpleNamespace(**config)
+    )
     layers.attach(module, "decoder.layers.0.mlp.linear_fc2", 0)
     assert (module.wgrad_store is own) == bool(config)
 
 
-def layers_worker(rank: int, world_size: int, sequence_parallel: bool, fuse: bool, recompute: bool) -> None:
+def layers_worker(
+    rank: int, world_size: int, sequence_parallel: bool, fuse: bool, recompute: bool
+) -> None:
     with stand_in() as group:
         from megatron.compression.tensor_parallel import hooks
 
@@ -129,19 +139,28 @@ def check_ledger(counts, sent, sequence_parallel: bool, recompute: bool) -> None
         assert (phase, kind) == ("train", "off")
         operations[operation] += tally.sent
         per_block = tally.calls / (forwards if traffic == "tp.forward" else messages)
-        expected = {"all_reduce": 1, "reduce_scatter": 1, "all_gather": 1 if traffic == "tp.forward" else 2}
+        expected = {
+            "all_reduce": 1,
+            "reduce_scatter": 1,
+            "all_gather": 1 if traffic == "tp.forward" else 2,
+        }
         assert per_block == expected[operation], (traffic, operation, tally)
         assert tally.sent == tally.calls * whole * (1 if operation == "all_reduce" else 0.5)
-    assert set(operations) == ({"all_gather", "reduce_scatter"} if sequence_parallel else {"all_reduce"})
+    assert set(operations) == (
+        {"all_gather", "reduce_scatter"} if sequence_parallel else {"all_reduce"}
+    )
     for traffic in ("tp.forward", "tp.backward"):
         kinds = sent.totals()[traffic]
         assert {kind for kind, (bytes_, _) in kinds.items() if bytes_} == {"compressed"}
-        assert kinds["compressed"][1] == sum(plain for _, plain in counts.totals()[traffic].values())
+        assert kinds["compressed"][1] == sum(
+            plain for _, plain in counts.totals()[traffic].values()
+        )
         assert kinds["compressed"][0] < 0.3 * kinds["compressed"][1]  # fp32 in fp8
 
 
 @pytest.mark.parametrize(
-    "sequence_parallel, fuse, recompute", [(False, True, False), (True, False, False), (True, True, True)]
+    "sequence_parallel, fuse, recompute",
+    [(False, True, False), (True, False, False), (True, True, True)],
 )
 def test_layers(sequence_parallel: bool, fuse: bool, recompute: bool) -> None:
     """Identity codec: the layers' own results. TACO: near them, and every message compressed and counted."""
@@ -167,11 +186,16 @@ def fp8_worker(rank: int, world_size: int) -> None:
         for name, value in results[0].items():
             torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-5, msg=name)
         kinds = state.ledger.totals()
-        gathers = TOKENS * HIDDEN // 2 * 2 * BLOCKS  # bytes that a rank sends in all gathers of one kind
+        gathers = (
+            TOKENS * HIDDEN // 2 * 2 * BLOCKS
+        )  # bytes that a rank sends in all gathers of one kind
         assert kinds["tp.forward"]["fp8"] == (gathers, gathers)
         assert kinds["tp.backward"]["fp8"] == (2 * gathers, 2 * gathers)
         for traffic in ("tp.forward", "tp.backward"):
-            assert {kind for kind, (sent, _) in kinds[traffic].items() if sent} == {"compressed", "fp8"}
+            assert {kind for kind, (sent, _) in kinds[traffic].items() if sent} == {
+                "compressed",
+                "fp8",
+            }
             assert kinds[traffic]["compressed"][1] == 4 * gathers  # the reduce-scatters, in fp32
 
 
@@ -241,7 +265,9 @@ def refusals_worker(rank: int, world_size: int) -> None:
             with pytest.raises(CompressionConfigError, match=f"blocks.1.linear_fc2: {flag}"):
                 hooks.TensorParallel(state.config, state).attach([model])
             state = run_with("none")
-            hooks.TensorParallel(state.config, state).attach([model])  # not counted; the audit says so
+            hooks.TensorParallel(state.config, state).attach(
+                [model]
+            )  # not counted; the audit says so
             assert len(list(hooks.sites_of(model))) == 2 * BLOCKS - 1
         with pytest.raises(TypeError, match="a gathered object of Transformer Engine is not known"):
             gathered_bytes(object())

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launch import Run, environment, launched, pretrain, start, tiny_flags, torchrun
+from tests.distributed.launch import (
+    Run,
+    environment,
+    launched,
+    pretrain,
+    start,
+    tiny_flags,
+    torchrun,
+)
 from tests.distributed.spawn import spawn
 from tests.distributed.test_matrix import check_channels, check_replicas
 from tests.distributed.transport_audit import TransportAudit, total_of
@@ -30,7 +38,9 @@ COMPRESSED = {
 def train(flags: str, script: str = "pretrain_gpt.py", **options) -> Run:
     """Three iterations, on the ranks that the layout takes."""
     words = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
-    ranks = 2 if flags.startswith(TP) and flags.count("parallel-size") == 1 and DP not in flags else 4
+    ranks = (
+        2 if flags.startswith(TP) and flags.count("parallel-size") == 1 and DP not in flags else 4
+    )
     return pretrain(*words, ranks=ranks, script=script, **options)
 
 
@@ -42,7 +52,9 @@ by_ours = functools.cache(train)
 def test_an_unedited_entrypoint(layout: str) -> None:
     """Way 1: losses, parameters and ledger are those of pretrain_gpt.py, to the last bit."""
     ours = by_ours(LAYOUTS[layout])
-    theirs = train(LAYOUTS[layout], f"{WAYS}/unedited.py", through="megatron/compression/__main__.py")
+    theirs = train(
+        LAYOUTS[layout], f"{WAYS}/unedited.py", through="megatron/compression/__main__.py"
+    )
     assert theirs.losses == ours.losses and len(ours.losses) == 3
     assert theirs.parameters == ours.parameters
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
@@ -80,14 +92,18 @@ def test_the_command_of_the_first_way(tmp_path: Path) -> None:
     Engine on their path cannot be imported."""
     (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
     (tmp_path / "transformer_engine" / "__init__.py").write_text("__version__ = '2.20.2'\n")
-    (tmp_path / "transformer_engine/pytorch/__init__.py").write_text("raise OSError('libcudnn.so.9: gone')")
+    (tmp_path / "transformer_engine/pytorch/__init__.py").write_text(
+        "raise OSError('libcudnn.so.9: gone')"
+    )
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"
     words = ["megatron.compression", f"{WAYS}/unedited.py"]
     words += tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
     run = torchrun("-m", *words, processes=2, PYTHONPATH=path).finish(240)
     assert run.returncode == 0 and "Traceback" not in run.output, run.output[-4000:]
     assert "layers: torch-native (Transformer Engine needs CUDA" in run.output
-    assert list(run.log("lm loss")) == [1] and "tensor parallelism uses taco:format=int8" in run.output
+    assert (
+        list(run.log("lm loss")) == [1] and "tensor parallelism uses taco:format=int8" in run.output
+    )
     usage = start("megatron/compression/__main__.py").finish(60)
     assert usage.returncode == 2 and usage.output.splitlines()[-1].startswith("usage: torchrun")
 
@@ -97,7 +113,8 @@ def test_linears_with_a_forward_of_their_own_are_refused() -> None:
     run = train(f"{SPEC} scaled", check=False)
     assert run.returncode != 0 and "Traceback" not in run.output
     assert run.errors and all(
-        "--tp-compression cannot compress decoder.layers.0.mlp.linear_fc2: ScaledRow has a forward" in line
+        "--tp-compression cannot compress decoder.layers.0.mlp.linear_fc2: ScaledRow has a forward"
+        in line
         for line in run.errors
     ), run.output[-3000:]
 
@@ -158,7 +175,9 @@ def test_a_loop_of_ones_own(tmp_path: Path, tensor: int, pipeline: int) -> None:
     """Way 4 on four ranks: the ledger is what c10d was given, and a resumed loop ends in the same bits."""
     (tmp_path / "saved").mkdir()
     ranks = spawn(loop_worker, 4, tensor, pipeline, str(tmp_path / "saved"))
-    expected = {"tp.forward", "tp.backward"} | ({"pp.forward", "pp.backward"} if pipeline > 1 else set())
+    expected = {"tp.forward", "tp.backward"} | (
+        {"pp.forward", "pp.backward"} if pipeline > 1 else set()
+    )
     if tensor * pipeline < 4:
         expected |= {"dp.gradient", "dp.weight"}
     seen = set()
@@ -178,12 +197,12 @@ def test_the_example_of_a_loop_says_what_it_sent(tmp_path: Path) -> None:
     words = ("--tensor", "2", "--iterations", "3", "--save", str(tmp_path / "saved"))
     run = start("examples/own_loop.py", *words, processes=4).finish(240)
     assert run.returncode == 0, run.output[-3000:]
-    assert len(re.findall(r"iteration \d: loss \d", run.output)) == 3 and any((tmp_path / "saved").iterdir())
+    assert len(re.findall(r"iteration \d: loss \d", run.output)) == 3 and any(
+        (tmp_path / "saved").iterdir()
+    )
     rows = dict(re.findall(r"^([a-z.]+) .*ratio ([\d.]+)$", run.output, re.M))
     assert {"tp.forward", "tp.backward", "dp.gradient", "dp.weight", "all"} <= set(rows)
     assert 1 < float(rows["all"]) < float(rows["tp.forward"])
-    code = (
-        "import examples.own_loop, sys; print([m for m in sys.modules if m.startswith('megatron.training')])"
-    )
+    code = "import examples.own_loop, sys; print([m for m in sys.modules if m.startswith('megatron.training')])"
     loaded = launched([sys.executable, "-W", "ignore", "-c", code], environment()).finish(240)
     assert loaded.output.splitlines()[-1] == "[]", loaded.output[-3000:]

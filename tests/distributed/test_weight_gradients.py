@@ -43,7 +43,8 @@ SETUPS = {
     "recomputed in halves": Setup({"codec": "none", "overlap": "halves"}, FULL, torch.float32),
     "bf16 gradients": Setup(fp32_gradients=False),
     "CAAT-Net": Setup(
-        {"codec": "int6", "sync_fraction": 0.5}, fused=frozenset(LINEAR - {"linear_proj", "linear_fc2"})
+        {"codec": "int6", "sync_fraction": 0.5},
+        fused=frozenset(LINEAR - {"linear_proj", "linear_fc2"}),
     ),
 }
 
@@ -55,8 +56,13 @@ def test_fused_gradients_are_the_unfused_ones(results, name: str) -> None:
     exact = setup.dtype == torch.float32
     tolerance = 2e-6 if exact else 2**-7 if setup.fp32_gradients else 2**-6
     for rank in results:
-        (none, plain, losses), (fused, gradients, fused_losses) = rank[name][False], rank[name][True]
-        assert not none and fused <= setup.fused and (fused == setup.fused or name == "virtual stages")
+        (none, plain, losses), (fused, gradients, fused_losses) = (
+            rank[name][False],
+            rank[name][True],
+        )
+        assert (
+            not none and fused <= setup.fused and (fused == setup.fused or name == "virtual stages")
+        )
         assert plain.keys() == gradients.keys() and plain
         for parameter, gradient in plain.items():
             apart = float((gradients[parameter] - gradient).abs().max() / gradient.abs().max())
@@ -69,7 +75,9 @@ def test_halves_are_added_before_ranks_sum_them(results) -> None:
     for rank in results:
         whole, halves = (rank[name][True][1] for name in ("recomputed", "recomputed in halves"))
         for parameter, gradient in whole.items():
-            assert (halves[parameter] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), parameter
+            assert (halves[parameter] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), (
+                parameter
+            )
 
 
 def worker(rank: int, world_size: int) -> dict:
@@ -146,14 +154,20 @@ def _pipeline(rank: int, fusion: bool) -> tuple:
 def _wrapped(model: torch.nn.Module, fp32_gradients: bool):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    on = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), True)
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=fp32_gradients, bucket_size=20_000, **on)
+    on = dict.fromkeys(
+        ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), True
+    )
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=fp32_gradients, bucket_size=20_000, **on
+    )
     return DistributedDataParallel(model.config, settings, model)
 
 
 def _fused(model: torch.nn.Module) -> set[str]:
     """Layers whose weights' gradients came into main_grad without DDP's hook."""
-    names = (name for name, p in model.named_parameters() if getattr(p, "grad_added_to_main_grad", False))
+    names = (
+        name for name, p in model.named_parameters() if getattr(p, "grad_added_to_main_grad", False)
+    )
     return {name.split(".")[-2] for name in names}
 
 

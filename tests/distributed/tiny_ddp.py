@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from megatron.compression.communication import Ledger, Policy, Run, Transports
 from megatron.compression.data_parallel.config import DataParallelConfig
-from tests.distributed.tiny_gpt import SEQUENCE, VOCABULARY, device_of, inputs_of, transformer_config
+from tests.distributed.tiny_gpt import (
+    SEQUENCE,
+    VOCABULARY,
+    device_of,
+    inputs_of,
+    transformer_config,
+)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ def run_with(
     ledger = Ledger()
     policy = Policy(rules, ledger, lambda: run.step, validate_uncompressed, ErrorMeter(error_bound))
     caat_net = CaatNetConfig(sync_fraction=sync_fraction)
-    run = TinyRun(policy, ledger, transports=Transports(transport), config=config, caat_net=caat_net)
+    run = TinyRun(
+        policy, ledger, transports=Transports(transport), config=config, caat_net=caat_net
+    )
     return run
 
 
@@ -96,14 +98,26 @@ def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **ch
         bf16=dtype == torch.bfloat16,
         persist_layer_norm=False,
     )
-    fused = ("gradient_accumulation", "masked_softmax", "bias_dropout", "bias_activation", "apply_rope")
+    fused = (
+        "gradient_accumulation",
+        "masked_softmax",
+        "bias_dropout",
+        "bias_activation",
+        "apply_rope",
+    )
     settings |= {f"{name}_fusion": False for name in fused}
     kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
     return kind(**{**settings, **changes})
 
 
 def build_gpt(
-    transformer, first=True, last=True, vp_stage=None, tied=False, positions="learned_absolute", layers=None
+    transformer,
+    first=True,
+    last=True,
+    vp_stage=None,
+    tied=False,
+    positions="learned_absolute",
+    layers=None,
 ):
     """A model, or a stage of one, of these layers or those that the ``TransformerConfig`` names."""
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -142,7 +156,9 @@ def build_tiny_gpt(
     from megatron.compression.tensor_parallel import hooks
 
     torch.manual_seed(7)
-    model = build_gpt(transformer_config(world_size, dtype, **changes), tied=tied, positions=positions)
+    model = build_gpt(
+        transformer_config(world_size, dtype, **changes), tied=tied, positions=positions
+    )
     if attach:
         hooks.TensorParallel(run.config, run).attach([model])
     if run.caat_net.enabled:

@@ -56,7 +56,9 @@ class TransportAudit(TorchDispatchMode):
 def _group_of(args: tuple) -> dist.ProcessGroup:
     """The group among an operator's arguments."""
     (group,) = (
-        arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
+        arg
+        for arg in args
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())
     )
     return dist.ProcessGroup.unbox(group)
 

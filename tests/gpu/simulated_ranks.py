@@ -64,12 +64,20 @@ def collective_cases(
 ) -> list[tuple[Callable[[int, Channel], torch.Tensor], list[torch.Tensor]]]:
     """Collectives as calls of a rank and its channel, and what each rank should have of them, by the codec's
     own kernels; ``second``: config of an all-reduce's second exchange."""
-    world_size, shape, dtype, wires = len(xs), xs[0].shape, xs[0].dtype, [encode(x, config) for x in xs]
+    world_size, shape, dtype, wires = (
+        len(xs),
+        xs[0].shape,
+        xs[0].dtype,
+        [encode(x, config) for x in xs],
+    )
     summed, in_two = ([expected_all_reduce(xs, config, to)] * world_size for to in (None, second))
     gathered = [torch.cat([decode(wire, config, shape, dtype) for wire in wires])] * world_size
     return [
         (lambda r, c: collectives.all_reduce(c, xs[r], config), summed),
-        (lambda r, c: collectives.reduce_scatter(c, xs[r], config), expected_reduce_scatter(xs, config)),
+        (
+            lambda r, c: collectives.reduce_scatter(c, xs[r], config),
+            expected_reduce_scatter(xs, config),
+        ),
         (lambda r, c: collectives.all_reduce(c, xs[r], config, config_out=second), in_two),
         (lambda r, c: collectives.all_gather_encoded(c, wires[r], shape, dtype, config), gathered),
         (lambda r, c: collectives.all_reduce(c, xs[r], config), summed),

@@ -37,7 +37,15 @@ def test_a_run_decides_and_goes_on(tmp_path, layout: str, dimensions: list[str])
     """Through host memory; what was chosen has been checked after 20 iterations."""
     words = (
         *layout.split(),
-        *("--hidden-size", "2048", "--seq-length", "1024", "--max-position-embeddings", "1024", "--bf16"),
+        *(
+            "--hidden-size",
+            "2048",
+            "--seq-length",
+            "1024",
+            "--max-position-embeddings",
+            "1024",
+            "--bf16",
+        ),
         *("--use-distributed-optimizer", "--train-iters", "24"),
         *("--compression", "auto"),
     )

@@ -56,7 +56,13 @@ def test_normalised_channels(dtype: torch.dtype) -> None:
     exact = channel_norm.decode(channel_norm.encode(x, layout), layout, dtype)
     found = channel_norm.decode(channel_norm.encode(x.cuda(), layout), layout, dtype).cpu()
     small = x.abs() < 100
-    for part in (small, small & (torch.arange(1000) == 0)[:, None], small & (torch.arange(1024) == 77)):
-        errors = [float((y - x)[part].float().norm() / x[part].float().norm()) for y in (found, exact)]
+    for part in (
+        small,
+        small & (torch.arange(1000) == 0)[:, None],
+        small & (torch.arange(1024) == 77),
+    ):
+        errors = [
+            float((y - x)[part].float().norm() / x[part].float().norm()) for y in (found, exact)
+        ]
         assert errors[0] < 1.02 * errors[1] < 0.12, errors
     torch.testing.assert_close(found[~small], x[~small], rtol=2**-7, atol=0.5)

@@ -32,7 +32,9 @@ def same_values(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
     """Decoded values are equal, or for e5m2 equal to the rounding of fp32 and of their own type."""
     if config.format == "fp8-e5m2":
         size = float(b.float().nan_to_num(0.0).abs().max()) if b.numel() else 0.0
-        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-6 * size, equal_nan=True)
+        torch.testing.assert_close(
+            a, b, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-6 * size, equal_nan=True
+        )
     else:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -177,7 +179,9 @@ def test_offsets_beyond_32_bits() -> None:
             differ = row[first * 128 : (first + n) * 128] != expected[: n * 128]
             assert float(differ.float().mean()) < CODES_APART
             s = row[C : C + C // 128 * 4].view(torch.float32)[first : first + n]
-            torch.testing.assert_close(s, expected[n * 128 : n * 132].view(torch.float32), rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                s, expected[n * 128 : n * 132].view(torch.float32), rtol=1e-6, atol=0
+            )
     original = x.clone()
     tk.decode(wires, config, x.shape, x.dtype, out=x)
     parts = zip(x.split(2**26), original.split(2**26), strict=True)

@@ -5,18 +5,31 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.spawn import spawned
-from tests.distributed.test_expert_layers import CODECS, GATHERED, PADDED, SHARED, check_counts, layers_worker
+from tests.distributed.test_expert_layers import (
+    CODECS,
+    GATHERED,
+    PADDED,
+    SHARED,
+    check_counts,
+    layers_worker,
+)
 from tests.distributed.transport_audit import total_of
 from tests.gpu.devices import needs, needs_transformer_engine
 from tests.gpu.training import losses, train
 
 LAYOUTS = {
     "expert 2": ((1, 1, 2), SHARED),
-    "expert 2, padded, shared beside": ((1, 1, 2), dict(SHARED, **PADDED, moe_shared_expert_overlap=True)),
+    "expert 2, padded, shared beside": (
+        (1, 1, 2),
+        dict(SHARED, **PADDED, moe_shared_expert_overlap=True),
+    ),
     "expert 2, gathered": ((1, 1, 2), GATHERED),
     "tensor 2, whole experts": ((2, 1, 2), SHARED),
     "tensor 2, shared experts": ((2, 2, 1), dict(SHARED, moe_shared_expert_overlap=True)),
-    "expert 2, some without a token": ((1, 1, 2), dict(moe_router_topk=1, moe_router_pre_softmax=True)),
+    "expert 2, some without a token": (
+        (1, 1, 2),
+        dict(moe_router_topk=1, moe_router_pre_softmax=True),
+    ),
 }
 TRAINED = """--hidden-size 256 --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu --normalization RMSNorm --bf16

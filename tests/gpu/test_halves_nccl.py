@@ -17,12 +17,17 @@ from tests.gpu.devices import needs
 
 pytestmark = [pytest.mark.multigpu, needs(2)]
 
-MODEL = dict(num_layers=4, hidden_size=1024, num_attention_heads=16, gradient_accumulation_fusion=True)
+MODEL = dict(
+    num_layers=4, hidden_size=1024, num_attention_heads=16, gradient_accumulation_fusion=True
+)
 SEQUENCES = 256  # of 32 tokens: messages of 16 MiB
 REPEATED = 3
 CASES = {
     "uncompressed": ({"codec": "none"}, {}),
-    "int6, sequence parallel": ({"codec": "int6", "transport": "collective"}, dict(sequence_parallel=True)),
+    "int6, sequence parallel": (
+        {"codec": "int6", "transport": "collective"},
+        dict(sequence_parallel=True),
+    ),
     "int6, recomputed": ({"codec": "int6", "transport": "collective"}, FULL),
     "outliers, dropout": ({"codec": "int6:outliers=on"}, dict(hidden_dropout=0.1)),
     "one kernel": ({"codec": "int6", "transport": "auto"}, {}),
@@ -42,7 +47,11 @@ def _step(rank: int, world_size: int, settings: dict, changes: dict) -> Step:
     from megatron.core.transformer.enums import AttnBackend
 
     run = run_with(**settings)
-    changes = {**MODEL, "attention_backend": AttnBackend.unfused, **changes}  # fused ones differ each time
+    changes = {
+        **MODEL,
+        "attention_backend": AttnBackend.unfused,
+        **changes,
+    }  # fused ones differ each time
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, **changes)
     wrapped = _wrapped(model, fp32_gradients=True)
     wrapped.zero_grad_buffer()
@@ -91,4 +100,6 @@ def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> N
         for name, gradient in whole.gradients.items():
             difference = (first.gradients[name] - gradient).norm() / gradient.norm()
             assert 0 <= float(difference) < (0.15 if lossy else 0.03), f"{name} {difference}"
-            assert all(torch.equal(other.gradients[name], first.gradients[name]) for other in others), name
+            assert all(
+                torch.equal(other.gradients[name], first.gradients[name]) for other in others
+            ), name

@@ -82,7 +82,9 @@ def corners_worker(rank: int, world_size: int) -> None:
         torch.cuda.set_device(rank)
         gathered, work = transport.all_gather(payload)
         work.wait()
-        same.append(bool((gathered.float().mean(dim=1).cpu() == torch.arange(1.0, world_size + 1)).all()))
+        same.append(
+            bool((gathered.float().mean(dim=1).cpu() == torch.arange(1.0, world_size + 1)).all())
+        )
 
     same: list[bool] = []
     thread = threading.Thread(target=in_a_new_thread)
@@ -123,13 +125,17 @@ def test_corners() -> None:
 def captures_worker(rank: int, world_size: int) -> list[bool]:
     transports, same = Transports("host"), []
     transports.prepare([dist.group.WORLD])
-    transport, by_nccl = (one.transport(dist.group.WORLD) for one in (transports, Transports("collective")))
+    transport, by_nccl = (
+        one.transport(dist.group.WORLD) for one in (transports, Transports("collective"))
+    )
     codec, side, forked = parse_codec("int6"), torch.cuda.Stream(), torch.cuda.Stream()
     generator = torch.Generator("cuda").manual_seed(rank)
 
     def captured(numel: int) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor], list[torch.Tensor]]:
         """Two sums on two streams and, larger than the rings, a gather; their inputs and outputs."""
-        values = [torch.zeros(numel + more, device="cuda", dtype=torch.bfloat16) for more in (0, 777)]
+        values = [
+            torch.zeros(numel + more, device="cuda", dtype=torch.bfloat16) for more in (0, 777)
+        ]
         payload = torch.zeros((1, 20 * numel), device="cuda", dtype=torch.uint8)
         for x in values:
             all_reduce(x, codec, transport).wait()  # kernels are loaded
@@ -178,7 +184,9 @@ def test_replays_have_the_bits_of_eager_exchanges(
     world_size: int, connections: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager exchanges are under way when a graph is replayed, on the same stream or on another."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)  # the streams of a device share few queues
+    monkeypatch.setenv(
+        "CUDA_DEVICE_MAX_CONNECTIONS", connections
+    )  # the streams of a device share few queues
     for same in spawn(captures_worker, world_size, backend="nccl"):
         assert all(same), [number for number, equal in enumerate(same) if not equal]
 

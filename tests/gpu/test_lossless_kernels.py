@@ -37,7 +37,12 @@ def test_long_rows() -> None:
     """A row of more than 2^31 bytes."""
     numel = 2**30 + 2**29 + 24
     layout = layout_of(numel, torch.bfloat16, SHARE)
-    x = torch.randn(1, 2**20, device="cuda").bfloat16().repeat(1, numel // 2**20 + 1)[:, :numel].contiguous()
+    x = (
+        torch.randn(1, 2**20, device="cuda")
+        .bfloat16()
+        .repeat(1, numel // 2**20 + 1)[:, :numel]
+        .contiguous()
+    )
     payloads = lossless.encode(x, layout)
     assert payloads[0, FLAG_AT] == 0
     assert torch.equal(lossless.decode(payloads, layout).view(torch.int16), x.view(torch.int16))

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("filled_outputs")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_kernels(format: GroupFormat) -> None:
     """Over types and sizes that divide nothing."""
-    target = GroupFormat(12 - format.bits, 128 if format.group_size > 128 else 1024, format.hadamard)
+    target = GroupFormat(
+        12 - format.bits, 128 if format.group_size > 128 else 1024, format.hadamard
+    )
     for numel, dtype in product((1, 2500, 65536 + 48), DTYPES):
         check_operations(sdp4bit, format, target, numel, dtype, "cuda")
 
@@ -37,8 +39,13 @@ def test_weights_have_the_bits_of_the_reference() -> None:
             generator = torch.Generator().manual_seed(numel)
             old = torch.randn(3, numel, generator=generator).to(dtype)
             new = (old.float() + 1e-3 * torch.randn(3, numel, generator=generator)).to(dtype)
-            wires = torch.cat([quantize_difference(n, o, format) for n, o in zip(new, old, strict=True)])
-            on_gpu = [quantize_difference(n.cuda(), o.cuda(), format) for n, o in zip(new, old, strict=True)]
+            wires = torch.cat(
+                [quantize_difference(n, o, format) for n, o in zip(new, old, strict=True)]
+            )
+            on_gpu = [
+                quantize_difference(n.cuda(), o.cuda(), format)
+                for n, o in zip(new, old, strict=True)
+            ]
             assert torch.equal(torch.cat(on_gpu).cpu(), wires)
             updated = add_dequantized(torch.cat(on_gpu), format, old.cuda())
             assert torch.equal(updated.cpu(), add_dequantized(wires, format, old.clone()))

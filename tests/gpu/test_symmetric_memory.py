@@ -26,7 +26,12 @@ CALLS, MIXED_CALLS = 10_000, 200
     ("world_size", "config", "shape", "dtype"),
     [
         (4, CodecConfig("fp8-e4m3"), (1920, 4096), torch.bfloat16),  # ten steps a program
-        (3, CodecConfig("int6", scales="single"), (129, 640), torch.bfloat16),  # ranks of no power of 2
+        (
+            3,
+            CodecConfig("int6", scales="single"),
+            (129, 640),
+            torch.bfloat16,
+        ),  # ranks of no power of 2
         (2, CodecConfig("int4", 256), (64, 1000), torch.float16),
         (2, CodecConfig("int6", scales="signed"), (512, 1024), torch.bfloat16),
         (4, CodecConfig("int8", hadamard=False), (4, 5), torch.bfloat16),  # less than a tile
@@ -34,13 +39,22 @@ CALLS, MIXED_CALLS = 10_000, 200
         (1, CodecConfig("int8"), (64, 1000), torch.bfloat16),
         (4, CodecConfig("int6", scales="signed", outliers=True), (512, 1024), torch.bfloat16),
         (3, CodecConfig("fp8-e4m3", 64, outliers=True), (129, 640), torch.float16),
-        (2, CodecConfig("int8", 256, "single", hadamard=False, outliers=True), (64, 1000), torch.float32),
+        (
+            2,
+            CodecConfig("int8", 256, "single", hadamard=False, outliers=True),
+            (64, 1000),
+            torch.float32,
+        ),
     ],
 )
-def test_simulated_ranks_have_the_bits_of_the_codec_kernels(world_size, config, shape, dtype) -> None:
+def test_simulated_ranks_have_the_bits_of_the_codec_kernels(
+    world_size, config, shape, dtype
+) -> None:
     """Every collective, several times over the same channel, in an order that leaves their slots askew."""
     generator = torch.Generator("cuda").manual_seed(0)
-    xs = [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(world_size)]
+    xs = [
+        torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(world_size)
+    ]
     if config.outliers:  # more than a block lists, few, and in one rank alone
         for rank, x in enumerate(xs):
             x.view(-1)[2**15 :: 999 + rank] *= 100.0
@@ -198,7 +212,10 @@ def dead_rank_main(rank: int, store: str, outcome) -> None:
     if rank == 1:
         os._exit(0)
     messages = []
-    for call in (lambda: (group.all_reduce(x, config), torch.cuda.synchronize()), group.channel.check):
+    for call in (
+        lambda: (group.all_reduce(x, config), torch.cuda.synchronize()),
+        group.channel.check,
+    ):
         try:
             call()
         except (RuntimeError, SymmetricMemoryError) as error:
@@ -216,7 +233,9 @@ def test_a_rank_that_dies_does_not_hang_the_others() -> None:
     outcome = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
-        processes = [context.Process(target=dead_rank_main, args=(r, store, outcome)) for r in range(2)]
+        processes = [
+            context.Process(target=dead_rank_main, args=(r, store, outcome)) for r in range(2)
+        ]
         for process in processes:
             process.start()
         try:
@@ -241,18 +260,30 @@ def transports_worker(rank: int, world_size: int) -> None:
     assert isinstance(symmetric, SymmetricTransport)
     plain = TorchTransport(group)
     torch.manual_seed(rank)
-    for spec in ("taco:format=int8", "int4", "int6", "int5/int6", "int5:outliers=on/int6:outliers=on"):
+    for spec in (
+        "taco:format=int8",
+        "int4",
+        "int6",
+        "int5/int6",
+        "int5:outliers=on/int6:outliers=on",
+    ):
         codec = parse_codec(spec)
         for shape in ((world_size, 40), (world_size * 128, 1000), (4096, 1024)):
             x = torch.randn(shape, device="cuda").bfloat16()
             x.view(-1)[7::999] *= 50.0
             for operation in (all_reduce, reduce_scatter, all_gather):
                 expected = operation(x, codec, plain).wait()
-                assert torch.equal(operation(x, codec, symmetric).wait(), expected), (spec, operation, shape)
+                assert torch.equal(operation(x, codec, symmetric).wait(), expected), (
+                    spec,
+                    operation,
+                    shape,
+                )
     sends.clear()
     x = torch.ones(world_size * 2**20, device="cuda").bfloat16()
     all_reduce(x, parse_codec("taco:format=int8/int8"), symmetric).wait()
-    half, second = ((world_size - 1) * 2**20 // 128 * size for size in (132, 130))  # a step of fp32, of bf16
+    half, second = (
+        (world_size - 1) * 2**20 // 128 * size for size in (132, 130)
+    )  # a step of fp32, of bf16
     assert sends == [("all_to_all", half), ("all_gather", second)], (sends, half, second)
     if world_size == 2:
         sends.clear()

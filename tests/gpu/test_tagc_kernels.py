@@ -27,7 +27,9 @@ def test_kernels_reproduce_the_reference(numel, share, bits, senders, keep) -> N
     check_kernels(bitmap_sparse, x, share_threshold(x, keep), layout, "cuda")
 
 
-@pytest.mark.parametrize(("numel", "cell_bits", "load"), [(3_000_001, 16, 0.97), (1_000_000, 32, 1.3)])
+@pytest.mark.parametrize(
+    ("numel", "cell_bits", "load"), [(3_000_001, 16, 0.97), (1_000_000, 32, 1.3)]
+)
 def test_a_gpu_and_a_cpu_agree(numel: int, cell_bits: int, load: float) -> None:
     layout, senders = sketch.SketchLayout(sketch.SketchConfig(cell_bits=cell_bits), numel), 4
     x = gradients(senders, numel, spread=2.0)

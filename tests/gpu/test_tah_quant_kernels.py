@@ -33,7 +33,9 @@ def test_strides_alignment_and_determinism() -> None:
         assert torch.equal(wire, encode(x.contiguous(), config))
     odd = torch.empty(wire.numel() + 1, dtype=torch.uint8, device="cuda")[1:].copy_(wire)
     result = decode(odd, config, x.shape, x.dtype)
-    assert torch.equal(result.view(torch.int16), decode(wire, config, x.shape, x.dtype).view(torch.int16))
+    assert torch.equal(
+        result.view(torch.int16), decode(wire, config, x.shape, x.dtype).view(torch.int16)
+    )
     error = (result.float() - x.float()).nan_to_num(0.0)
     assert error.norm() < 0.1 * x.float().nan_to_num(0.0).norm()
 

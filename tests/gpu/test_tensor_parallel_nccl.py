@@ -13,7 +13,11 @@ from tests.distributed.test_caat_net import (
 from tests.distributed.test_collectives import collectives_worker
 from tests.distributed.test_context_parallel import attention_worker, check_ranks
 from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker
-from tests.distributed.test_tensor_parallel_model import ITERATIONS, check_few_groups, replica_worker
+from tests.distributed.test_tensor_parallel_model import (
+    ITERATIONS,
+    check_few_groups,
+    replica_worker,
+)
 from tests.gpu.devices import WORLD_SIZES, needs
 
 pytestmark = pytest.mark.multigpu

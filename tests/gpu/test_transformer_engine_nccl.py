@@ -23,7 +23,9 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 def build(rank: int, state, fuse: bool, **changes):
     """The tiny GPT of TE's layers, whose GEMMs may add to an fp32 main_grad."""
-    changes |= dict(transformer_impl="transformer_engine", hidden_size=256, gradient_accumulation_fusion=fuse)
+    changes |= dict(
+        transformer_impl="transformer_engine", hidden_size=256, gradient_accumulation_fusion=fuse
+    )
     model = build_tiny_gpt(rank, 2, state, torch.bfloat16, **changes)
     for parameter in model.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -31,7 +33,9 @@ def build(rank: int, state, fuse: bool, **changes):
     return model
 
 
-def trained(rank: int, codec: str | None, fuse: bool, **changes) -> tuple[list[float], dict, object]:
+def trained(
+    rank: int, codec: str | None, fuse: bool, **changes
+) -> tuple[list[float], dict, object]:
     """A few iterations of plain gradient descent: losses, last gradients, and the run's state."""
     state = run_with(codec or "none")
     model = build(rank, state, fuse, attach=codec is not None, **changes)
@@ -57,7 +61,9 @@ def engine_worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     fill_weight_gradient_slot()
     results = {}
-    for recipe, parallel, fuse in itertools.product(("bf16", "delayed", "tensorwise"), *[(False, True)] * 2):
+    for recipe, parallel, fuse in itertools.product(
+        ("bf16", "delayed", "tensorwise"), *[(False, True)] * 2
+    ):
         fp8 = {} if recipe == "bf16" else {"fp8": "hybrid", "fp8_recipe": recipe}
         changes = {"sequence_parallel": parallel, **fp8}
         results[f"{recipe} sequence_parallel={parallel} fuse={fuse}"] = checked(rank, fuse, changes)
@@ -100,7 +106,9 @@ def not_in_the_ledger(rank: int, fuse: bool, changes: dict) -> list[str]:
     model = build(rank, state, fuse, **changes)
     with BackendAudit(state.ledger, lambda: {"tensor parallel": [group]}) as audit:
         model(**batch(0, rank)).float().mean().backward()
-    given = {f"{operation} {payload}": sent for (_, operation, payload), sent in audit.given.items()}
+    given = {
+        f"{operation} {payload}": sent for (_, operation, payload), sent in audit.given.items()
+    }
     return [f"{line}; given: {given}, counted: {state.ledger.rows()}" for line in audit.finish()]
 
 
@@ -115,7 +123,9 @@ def test_layers() -> None:
         for name, found in result.items():
             print(name, found)
             losses, _, same, compressed = found["losses"]
-            assert found["identity"] <= max(2 * found["noise"], 2e-2), name  # an fp32 sum rounds once
+            assert found["identity"] <= max(2 * found["noise"], 2e-2), (
+                name
+            )  # an fp32 sum rounds once
             assert same == pytest.approx(losses, abs=5e-3), name
             assert compressed == pytest.approx(losses, abs=5e-2), name
             gathers_fp8 = "bf16" not in name and "sequence_parallel=True" in name
@@ -142,7 +152,9 @@ def test_checkpoints_know_nothing_of_compression(tmp_path: Path) -> None:
         found |= losses(report)
     assert sorted(found) == list(range(1, 13))
     exact = losses(run(f"{TENSOR} --train-iters 12", tmp_path / "whole"))
-    assert {i: found[i] for i in range(1, 5)} == pytest.approx({i: exact[i] for i in range(1, 5)}, rel=1e-3)
+    assert {i: found[i] for i in range(1, 5)} == pytest.approx(
+        {i: exact[i] for i in range(1, 5)}, rel=1e-3
+    )
     assert found == pytest.approx(exact, rel=0.02)
 
 

@@ -28,7 +28,10 @@ def test_products_are_added_in_place(dtype: torch.dtype, main: str, halves: int)
     """Against float64: a product rounded to bf16 or fp16 first would be off by more than 2e-4."""
     generator = torch.Generator("cuda").manual_seed(0)
     draw = dict(device="cuda", generator=generator)
-    x, grad_output = torch.randn(TOKENS, IN, **draw).to(dtype), torch.randn(TOKENS, OUT, **draw).to(dtype)
+    x, grad_output = (
+        torch.randn(TOKENS, IN, **draw).to(dtype),
+        torch.randn(TOKENS, OUT, **draw).to(dtype),
+    )
     main_dtype = torch.float32 if main == "fp32" else dtype
     main_grad = torch.randn(OUT, IN, **draw).to(main_dtype)
     wanted = main_grad.double() + grad_output.double().t() @ x.double()

@@ -12,7 +12,9 @@ def train(*flags: str, processes: int, report: Path, **environment: str) -> dict
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes))))
     devices = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     words = tiny_flags(*flags, "--compression-report", str(report))
-    run = torchrun("tests/shared_gpus.py", "pretrain_gpt.py", *words, processes=processes, **devices)
+    run = torchrun(
+        "tests/shared_gpus.py", "pretrain_gpt.py", *words, processes=processes, **devices
+    )
     finished = run.finish(timeout=240)
     assert finished.returncode == 0, finished.output[-6000:]
     assert UNKNOWN not in finished.output
@@ -21,4 +23,8 @@ def train(*flags: str, processes: int, report: Path, **environment: str) -> dict
 
 def losses(report: dict) -> dict[int, float]:
     """By iteration."""
-    return {row["iteration"]: row["losses"]["lm loss"] for row in report["history"] if "split" not in row}
+    return {
+        row["iteration"]: row["losses"]["lm loss"]
+        for row in report["history"]
+        if "split" not in row
+    }

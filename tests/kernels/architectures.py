@@ -87,7 +87,9 @@ def _forget() -> None:
 def pretended(architecture: int) -> Iterator[list]:
     """CPU tensors are a GPU's; what would be compiled for it, (source, options) each."""
     device = device_of(architecture)
-    kernels = {f for module in LAUNCHERS for f in vars(module).values() if isinstance(f, JITFunction)}
+    kernels = {
+        f for module in LAUNCHERS for f in vars(module).values() if isinstance(f, JITFunction)
+    }
     with ExitStack() as stack:
         for module in (devices, taco, collectives):
             stack.enter_context(mock.patch.object(module, "device_number", lambda index: device))
@@ -104,7 +106,9 @@ def _tool(cubin: Path, option: str) -> str:
 
 def spills(sass: str) -> tuple[int, int]:
     """Spilled registers' loads and stores, and how many of them lie in loops."""
-    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)]
+    lines = [
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", sass)
+    ]
     loops = []
     for at, text in lines:
         branch = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
@@ -124,7 +128,9 @@ def usage_of(source, options: dict, architecture: int) -> Usage:
         registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
         spilled, looped = spills(_tool(cubin, "-sass")) if stack else (0, 0)
     meta = compiled.metadata
-    return Usage(source.fn.__name__, architecture, registers, meta.shared, meta.num_warps, spilled, looped)
+    return Usage(
+        source.fn.__name__, architecture, registers, meta.shared, meta.num_warps, spilled, looped
+    )
 
 
 def usages(setting: str, architecture: int, kernel: str = "") -> list[Usage]:

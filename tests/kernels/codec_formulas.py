@@ -6,7 +6,14 @@ import torch
 
 from taco_kernels.taco import FORMATS, CodecConfig
 
-QMAX = {"fp8-e4m3": 448.0, "fp8-e5m2": 57344.0, "int8": 127.0, "int6": 31.0, "int5": 15.0, "int4": 7.0}
+QMAX = {
+    "fp8-e4m3": 448.0,
+    "fp8-e5m2": 57344.0,
+    "int8": 127.0,
+    "int6": 31.0,
+    "int5": 15.0,
+    "int4": 7.0,
+}
 BITS = {"fp8-e4m3": 8, "fp8-e5m2": 8, "int8": 8, "int6": 6, "int5": 5, "int4": 4}
 INTEGERS = [f for f in FORMATS if f.startswith("int")]
 
@@ -19,7 +26,9 @@ def matrix(size: int) -> torch.Tensor:
     return result / math.sqrt(size)
 
 
-def expected(x: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def expected(
+    x: torch.Tensor, config: CodecConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y / s, s and alpha of groups x[n, G] in float64 by the paper's formulas."""
     x, qmax = x.double(), QMAX[config.format]
     alpha = (qmax / torch.sqrt((x * x).mean(1) + 1e-6)).clamp(1e-3, 1e3)

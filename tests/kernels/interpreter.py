@@ -27,9 +27,16 @@ speed_up()
 torch.use_deterministic_algorithms(True, warn_only=True)
 import {module}
 print({module}.{main.__name__}(*{arguments!r}))"""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-W", "ignore", "-c", program]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.strip()
 
@@ -81,7 +88,9 @@ def _patch_language_once() -> None:
     patch, patched = interpreter._patch_lang, set()
 
     def patch_lang(function):
-        modules = {id(value) for value in function.__globals__.values() if value is tl or value is tl.core}
+        modules = {
+            id(value) for value in function.__globals__.values() if value is tl or value is tl.core
+        }
         if not modules <= patched:
             patch(function)
             patched.update(modules)

@@ -50,7 +50,9 @@ class Recorder(CudaLauncher):
             if not KNOWN:
                 args = (*args[:7], *args[11:13], *args[7:11], *args[-1])
             values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args[13:]]
-            records.append(Record(args[:3], args[3], args[4], args[5:10], args[10:13], tuple(values)))
+            records.append(
+                Record(args[:3], args[3], args[4], args[5:10], args[10:13], tuple(values))
+            )
             for hook, when in ((args[11], "enter"), (args[12], "exit")):
                 if hook is not None:
                     hook((when, args[10]))

@@ -32,8 +32,12 @@ SAMPLE = (  # settings that once failed; and one of each other family
 )
 
 
-@pytest.mark.parametrize(("architecture", "name"), SAMPLE, ids=lambda value: str(value).replace(" ", "-"))
-def test_it_launches_and_spills_little_in_a_loop(architecture: int, name: str, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "name"), SAMPLE, ids=lambda value: str(value).replace(" ", "-")
+)
+def test_it_launches_and_spills_little_in_a_loop(
+    architecture: int, name: str, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = usages(name, architecture)
     assert found
@@ -54,7 +58,9 @@ def test_fp8_is_rounded_once(architecture: int, format: str, tmp_path, monkeypat
     """By one instruction or by integers: on sm_89 Triton's own conversion takes fp16 on the way."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = make_spec(CodecConfig(format), 128, device_of(architecture))
-    source = ASTSource(codes_kernel, {"x": "*fp32", "codes": "*u8", "C": "constexpr"}, constexprs={"C": spec})
+    source = ASTSource(
+        codes_kernel, {"x": "*fp32", "codes": "*u8", "C": "constexpr"}, constexprs={"C": spec}
+    )
     ptx = triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["ptx"]
     found = set(re.findall(r"cvt\.\S*f\d\S*", ptx))
     kind = format.removeprefix("fp8-")
@@ -65,11 +71,17 @@ def test_fp8_is_rounded_once(architecture: int, format: str, tmp_path, monkeypat
     ("kernel", "name"),
     [
         ("reduce_scatter", "all_reduce int6 signed two ranks"),
-        pytest.param("all_reduce_kernel", "all_reduce int6 signed outliers", marks=pytest.mark.thorough),
-        pytest.param("reduce_scatter", "reduce_scatter int8 256 signed", marks=pytest.mark.thorough),
+        pytest.param(
+            "all_reduce_kernel", "all_reduce int6 signed outliers", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "reduce_scatter", "reduce_scatter int8 256 signed", marks=pytest.mark.thorough
+        ),
     ],
 )
-def test_programs_that_wait_for_peers_are_resident(kernel: str, name: str, tmp_path, monkeypatch) -> None:
+def test_programs_that_wait_for_peers_are_resident(
+    kernel: str, name: str, tmp_path, monkeypatch
+) -> None:
     """As many as a channel starts, by what compiled kernels take."""
     assert [resident_programs(device_of(a)) // 132 for a in ARCHITECTURES] == [2, 1, 1, 2, 1, 1]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -80,9 +92,15 @@ def test_programs_that_wait_for_peers_are_resident(kernel: str, name: str, tmp_p
 def test_chunks_of_a_collective_have_the_tile_of_its_fused_kernel() -> None:
     """On a smaller one products may sum in another order, and a code may be another."""
     device = device_of(90)
-    for config in (CodecConfig("int6"), CodecConfig("fp8-e4m3", 256), CodecConfig("int4", 32, "signed")):
+    for config in (
+        CodecConfig("int6"),
+        CodecConfig("fp8-e4m3", 256),
+        CodecConfig("int4", 32, "signed"),
+    ):
         for groups, chunks in product((1, 5, 16, 100), (1, 2, 8, 16)):
-            assert tuning_in("encode", config, device, groups, chunks).tile == tile_of(config, device)
+            assert tuning_in("encode", config, device, groups, chunks).tile == tile_of(
+                config, device
+            )
         assert tuning_in("encode", config, device, 5, 17).tile < tile_of(config, device)
 
 
@@ -115,7 +133,9 @@ def test_steps_are_not_rounded_to_fp16(config: CodecConfig) -> None:
     """LLVM takes a product of an fp16 and a bf16 that is rounded to fp16 for one of two fp16."""
     x = torch.zeros(2**16, dtype=torch.float16)
     with pretended(90) as compiled:
-        launch.decode(torch.zeros((1, config.wire_bytes(2**16)), dtype=torch.uint8), config, x.shape, x.dtype)
+        launch.decode(
+            torch.zeros((1, config.wire_bytes(2**16)), dtype=torch.uint8), config, x.shape, x.dtype
+        )
     [(source, options)] = compiled
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["llir"]
     assert "fptrunc" in code and not re.search(r"fmul .*half", code)

@@ -25,7 +25,9 @@ def message(tokens: int, channels: int, dtype: torch.dtype = torch.float32) -> t
     """[tokens, channels] of widths and means far apart; the first token an outlier, one channel constant."""
     g = torch.Generator().manual_seed(tokens)
     width = torch.exp(2 * torch.randn(channels, generator=g))
-    x = torch.randn(tokens, channels, generator=g) * width + 30 * width * torch.randn(channels, generator=g)
+    x = torch.randn(tokens, channels, generator=g) * width + 30 * width * torch.randn(
+        channels, generator=g
+    )
     x[0] *= 5
     x[:, 3] = 2.5
     return x.to(dtype)
@@ -48,7 +50,9 @@ def test_channels_come_back_within_their_own_step(case: tuple) -> None:
     exact = x.double()
     size = (exact - exact.mean(0)).square().mean(0).sqrt()
     steps = {8: 127, 6: 31, 5: 15, 4: 7}[layout.config.bits]
-    bound = (0.8 if layout.config.bend else 0.51) / steps  # the quadratic grid's outermost cells are wider
+    bound = (
+        0.8 if layout.config.bend else 0.51
+    ) / steps  # the quadratic grid's outermost cells are wider
     widest = ((exact - exact.mean(0)) / size.clamp(min=1e-9)).abs().max()
     lost = 2**-8 * exact.mean(0).abs()  # the mean and the spread in bf16
     assert (
@@ -80,7 +84,9 @@ def test_bad_arguments_are_named() -> None:
     config = CodecConfig("int4", 32, "signed", hadamard=False)
     with pytest.raises(ValueError, match=r"config\.hadamard is on"):
         ChannelNormLayout(4, 64, CodecConfig("int4", 32, "signed"))
-    with pytest.raises(ValueError, match=r"channels=48 must be a multiple of config\.group_size=32"):
+    with pytest.raises(
+        ValueError, match=r"channels=48 must be a multiple of config\.group_size=32"
+    ):
         ChannelNormLayout(4, 48, config)
     with pytest.raises(ValueError, match="tokens=0"):
         ChannelNormLayout(0, 64, config)
@@ -108,13 +114,22 @@ def check_kernels(x: torch.Tensor, layout: ChannelNormLayout, device: str = "cpu
     found, right = (w[at:].view(torch.bfloat16).float().view(2, -1) for w in (wire, exact))
     near = 1e-6 * float(right.abs().max())
     torch.testing.assert_close(found[0], right[0], rtol=2**-7, atol=near)
-    left_out = reference.outlier_tokens(x.float()) if config.outliers else torch.zeros_like(x).bool()
-    squares = (x.double() - found[0]).square().masked_fill(left_out, 0.0)  # about the mean that was sent
+    left_out = (
+        reference.outlier_tokens(x.float()) if config.outliers else torch.zeros_like(x).bool()
+    )
+    squares = (
+        (x.double() - found[0]).square().masked_fill(left_out, 0.0)
+    )  # about the mean that was sent
     spread = (squares.sum(0) / (~left_out).sum(0)).sqrt().float()
     torch.testing.assert_close(found[1], spread, rtol=2**-7, atol=near)
 
-    end, same = config.lists_at(layout.numel), (found == right).all(0).view(-1, config.group_size).all(1)
-    codes, expected = (parts(w[:end], config)[0].view(len(x), len(same), -1)[:, same] for w in (wire, exact))
+    end, same = (
+        config.lists_at(layout.numel),
+        (found == right).all(0).view(-1, config.group_size).all(1),
+    )
+    codes, expected = (
+        parts(w[:end], config)[0].view(len(x), len(same), -1)[:, same] for w in (wire, exact)
+    )
     assert (codes != expected).sum() <= 1e-3 * codes.numel(), "codes of groups of equal statistics"
     # the interpreter truncates where bf16 is rounded: few statistics are equal
     assert device == "cpu" or 2 * same.sum() > same.numel()
@@ -124,12 +139,18 @@ def check_kernels(x: torch.Tensor, layout: ChannelNormLayout, device: str = "cpu
     assert torch.equal(exact[at:], wire[at:])
     assert_wires_alike(wire[None, :at], exact[None, :at], config, layout.numel, codes=0.004)
 
-    y, expected = launch.decode(exact.to(device), layout, x.dtype), reference.decode(exact, layout, x.dtype)
+    y, expected = (
+        launch.decode(exact.to(device), layout, x.dtype),
+        reference.decode(exact, layout, x.dtype),
+    )
     ulp = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[x.dtype]
     torch.testing.assert_close(y.cpu(), expected, rtol=ulp, atol=near)
     there[len(x) // 2, 40 % layout.channels] = math.nan
     y = launch.decode(launch.encode(there, layout), layout, x.dtype).cpu()
-    spoiled = torch.arange(layout.channels) // config.group_size == 40 % layout.channels // config.group_size
+    spoiled = (
+        torch.arange(layout.channels) // config.group_size
+        == 40 % layout.channels // config.group_size
+    )
     assert y[:, spoiled].isnan().all() and y[:, ~spoiled].isfinite().all()
 
 
@@ -143,11 +164,18 @@ def main() -> None:
         check_kernels(message(case[0], case[1], case[-1]), layout_of(case))
     small_tiles(launch.TUNING, 2048)  # a whole block of lists
     check_values_apart(launch.encode, launch.decode, torch.bfloat16)
-    launch.TILE_TOKENS, launch.TILES = reference.TILE_TOKENS, 1  # outliers are those of so many tokens
-    layout = ChannelNormLayout(150, 64, CodecConfig("int4", 32, "signed", hadamard=False, outliers=True))
+    launch.TILE_TOKENS, launch.TILES = (
+        reference.TILE_TOKENS,
+        1,
+    )  # outliers are those of so many tokens
+    layout = ChannelNormLayout(
+        150, 64, CodecConfig("int4", 32, "signed", hadamard=False, outliers=True)
+    )
     g = torch.Generator().manual_seed(5)
     x = torch.randn(150, 64, generator=g) + torch.randn(64, generator=g)
     x[3, 5], x[140, 50], x[7, 40] = 4000.0, -300.0, 50.0
-    assert reference.statistics(x, robust=True)[1].max() < 2.0, "one token does not decide a channel's spread"
+    assert reference.statistics(x, robust=True)[1].max() < 2.0, (
+        "one token does not decide a channel's spread"
+    )
     for dtype in (torch.bfloat16, torch.float32):
         check_kernels(x.to(dtype), layout)

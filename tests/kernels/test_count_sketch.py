@@ -13,18 +13,24 @@ def sparse(senders: int, numel: int, density: float, seed: int = 0) -> torch.Ten
     """fp32[W, numel] over six decades, whose supports have the given union density."""
     g = torch.Generator().manual_seed(seed)
     share = 1 - (1 - density) ** (1 / senders)
-    values = torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).exp()
+    values = (
+        torch.randn(senders, numel, generator=g) * torch.randn(senders, numel, generator=g).exp()
+    )
     return values * (torch.rand(senders, numel, generator=g) < share)
 
 
-def send(x: torch.Tensor, layout: sketch.SketchLayout, senders: int = 0) -> tuple[torch.Tensor, ...]:
+def send(
+    x: torch.Tensor, layout: sketch.SketchLayout, senders: int = 0
+) -> tuple[torch.Tensor, ...]:
     """Wires, shared exponents and what was sent (x less the remainder) of senders x fp32[W, numel]."""
     exponents = sketch.row_exponents(x, layout).amax(0, keepdim=True)
     wires, sent = [], []
     for row in x:
         rest = torch.empty_like(row[None])
         none = torch.zeros(1)
-        wires.append(sketch.encode(row[None], none, exponents, layout, senders or len(x), SEED, rest))
+        wires.append(
+            sketch.encode(row[None], none, exponents, layout, senders or len(x), SEED, rest)
+        )
         sent.append(row - rest[0])
     return torch.cat(wires), exponents[0], torch.stack(sent)
 
@@ -60,7 +66,9 @@ def test_decode_is_the_fp32_sum_in_any_order_below_the_bound(senders, cell_bits,
         x = sparse(senders, numel, 0.95 * layout.exact_density, seed=senders)
         wires, exponents, sent = send(x, layout)
         values, counters = receive(wires, exponents, layout, senders)
-        parts = [sketch.pack(*sketch.combine(some, layout), layout) for some in wires.flip(0).split(2)]
+        parts = [
+            sketch.pack(*sketch.combine(some, layout), layout) for some in wires.flip(0).split(2)
+        ]
         again = receive(torch.stack(parts), exponents, layout, senders)
         assert torch.equal(values, again.values), "a sum of sums is the sum"
         assert counters.tolist() == [int((sent != 0).any(0).sum()), 0]
@@ -131,15 +139,21 @@ def test_no_two_rows_of_a_block_share_all_three_sketch_rows(numel: int, ratio: f
         members = places[:, j].bincount(minlength=layout.blocks * 3 * layout.third)
         members = members.view(-1, layout.third)[j::3].double()
         drawn = members.mean(1, keepdim=True)
-        spread = (members - drawn).square().div(drawn).sum() / (layout.blocks * max(1, layout.third - 1))
+        spread = (members - drawn).square().div(drawn).sum() / (
+            layout.blocks * max(1, layout.third - 1)
+        )
         assert 0.5 < spread < 1.5, "a chi-square of as many degrees of freedom"
 
 
 @pytest.mark.parametrize(("senders", "alike"), [(1, 0.0), (4, 0.7), (16, 0.0)])
-def test_chosen_thresholds_fill_the_sketch_and_do_not_overflow_it(senders: int, alike: float) -> None:
+def test_chosen_thresholds_fill_the_sketch_and_do_not_overflow_it(
+    senders: int, alike: float
+) -> None:
     g = torch.Generator().manual_seed(senders)
     layout = sketch.SketchLayout(sketch.SketchConfig(), 200_000)
-    shared = torch.randn(1, layout.numel, generator=g).exp() * torch.randn(1, layout.numel, generator=g)
+    shared = torch.randn(1, layout.numel, generator=g).exp() * torch.randn(
+        1, layout.numel, generator=g
+    )
     noise = torch.randn(senders, layout.numel, generator=g).exp() * torch.randn(
         senders, layout.numel, generator=g
     )

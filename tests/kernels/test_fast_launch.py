@@ -17,7 +17,8 @@ from taco_kernels.common.fast_launch import Launch
 from tests.kernels.recorded_launches import FAST, KNOWN, Record, recorded_launches
 
 pytestmark = pytest.mark.skipif(
-    not KNOWN, reason=f"follows the launcher of Triton {fast_launch.KNOWN_TRITON}x (constraints.txt)"
+    not KNOWN,
+    reason=f"follows the launcher of Triton {fast_launch.KNOWN_TRITON}x (constraints.txt)",
 )
 
 
@@ -53,7 +54,9 @@ def compare(calls, records: list[Record]) -> None:
         for number in order:
             records.clear()
             calls[number]()
-            found, wanted = ([r._replace(hooks=()) for r in some] for some in (records, expected[number]))
+            found, wanted = (
+                [r._replace(hooks=()) for r in some] for some in (records, expected[number])
+            )
             assert found == wanted
             if attempt:
                 assert all(record.hooks == FAST for record in records), number
@@ -159,9 +162,20 @@ def test_start_keeps_launches() -> None:
     """By kernel, grid, fixed arguments and constants."""
     x = torch.zeros(16)
     with recorded_launches(small_kernel, unmarked_kernel) as (records, _):
-        for grid, fixed, T in (((1,), (1,), 16), ((2,), (1,), 16), ((1,), (16,), 16), ((1,), (1,), 8)):
+        for grid, fixed, T in (
+            ((1,), (1,), 16),
+            ((2,), (1,), 16),
+            ((1,), (16,), 16),
+            ((1,), (1,), 8),
+        ):
             for attempt in range(2):
                 fast_launch.start(unmarked_kernel, grid, (x,), fixed, T=T, num_warps=1)
                 assert (records[-1].hooks == FAST) == bool(attempt)
-                assert records[-1].grid[0] == grid[0] and records[-1].arguments == (x.data_ptr(), *fixed, T)
-        assert len({record.function for record in records}) == 3  # of four launches two differ in the grid
+                assert records[-1].grid[0] == grid[0] and records[-1].arguments == (
+                    x.data_ptr(),
+                    *fixed,
+                    T,
+                )
+        assert (
+            len({record.function for record in records}) == 3
+        )  # of four launches two differ in the grid

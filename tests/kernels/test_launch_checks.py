@@ -83,4 +83,6 @@ def test_every_sibling_without_megatron() -> None:
 @pytest.mark.slow
 def test_nothing_imports_megatron() -> None:
     for path in (ROOT / "taco_kernels").rglob("*.py"):
-        assert "import megatron" not in path.read_text() and "from megatron" not in path.read_text(), path
+        assert (
+            "import megatron" not in path.read_text() and "from megatron" not in path.read_text()
+        ), path

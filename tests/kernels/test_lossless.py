@@ -30,14 +30,18 @@ def test_every_bit_comes_back_or_zeros_do(numel: int, dtype: torch.dtype) -> Non
         assert torch.equal(bits(x), bits(before)), name
         into = torch.full((3, 2 * numel), 7.0, dtype=dtype)
         assert lossless.decode(payloads, layout, into[:, :numel]).data_ptr() == into.data_ptr()
-        assert torch.equal(bits(into[:, :numel]), bits(expected)) and (into[:, numel:] == 7).all(), name
+        assert (
+            torch.equal(bits(into[:, :numel]), bits(expected)) and (into[:, numel:] == 7).all()
+        ), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_fits(dtype: torch.dtype) -> None:
     """Trained tensors look like Gaussian ones, with outliers, zeros and what is not finite here and there."""
     layout = layout_of(20_000, dtype, SHARE)
-    fitting = {name for name, x in cases(2, 20_000, dtype) if not lossless.encode(x, layout)[0, FLAG_AT]}
+    fitting = {
+        name for name, x in cases(2, 20_000, dtype) if not lossless.encode(x, layout)[0, FLAG_AT]
+    }
     wanted = {"gaussian", "zeros", "negative zeros", "one value", "some zeros", "outliers", "tiny"}
     assert wanted | {"inf", "-inf", "nan"} <= fitting
     assert {"every exponent", "random bits", "one row does not fit"}.isdisjoint(fitting)
@@ -50,7 +54,9 @@ def test_sizes(dtype: torch.dtype, least: float) -> None:
     assert dtype.itemsize * layout.numel / layout.payload_bytes > least
     for numel in (*range(1, 3000, 7), 2**20 + 1):
         layout = layout_of(numel, dtype, SHARE)
-        assert layout.payload_bytes <= dtype.itemsize * numel + 31 and layout.payload_bytes % 16 == 0
+        assert (
+            layout.payload_bytes <= dtype.itemsize * numel + 31 and layout.payload_bytes % 16 == 0
+        )
 
 
 @pytest.mark.slow
@@ -60,7 +66,14 @@ def test_kernels_keep_every_bit() -> None:
 
 KINDS = {
     136: ("gaussian", "random bits", "negative zeros"),
-    2051: ("gaussian", "heavy tails", "outliers", "some random bits", "nan", "one row does not fit"),
+    2051: (
+        "gaussian",
+        "heavy tails",
+        "outliers",
+        "some random bits",
+        "nan",
+        "one row does not fit",
+    ),
 }
 
 

@@ -11,7 +11,13 @@ from tests.kernels.wires.outliers import check_operations
 
 PIPELINE = RECIPES["pipeline_parallel"][0].compression
 PIPELINE_BACKWARD = "int6:group=32,scales=single,hadamard=off,outliers=on"
-SUMMED = ("int6:outliers=on", "int8:outliers=on", "int5:outliers=on", "taco:outliers=on", PIPELINE_BACKWARD)
+SUMMED = (
+    "int6:outliers=on",
+    "int8:outliers=on",
+    "int5:outliers=on",
+    "taco:outliers=on",
+    PIPELINE_BACKWARD,
+)
 MAGNITUDES = (100.0, 1000.0, 10000.0)
 VALUES = 16 * 1024
 
@@ -73,7 +79,9 @@ def test_ordinary_values_have_the_same_bits() -> None:
         x, on = values(5120).bfloat16(), CodecConfig(format, 128, scales, outliers=True)
         off = CodecConfig(format, 128, scales)
         wires, plain = reference.encode(x, on), reference.encode(x, off)
-        assert torch.equal(wires[:, : plain.shape[1]], plain) and not wires[:, plain.shape[1] :].any()
+        assert (
+            torch.equal(wires[:, : plain.shape[1]], plain) and not wires[:, plain.shape[1] :].any()
+        )
         assert wires.shape[1] == on.wire_bytes(5120) == off.wire_bytes(5120) + 3 * 32
 
 

@@ -63,4 +63,6 @@ def test_steps_reach_both_extremes_and_no_code_overflows(format: str) -> None:
     assert ((step.abs() - exact).abs() <= 2**-8 * exact).all()
     lone = torch.where(far / -points[0] < near / points[-1], near, far)  # what decides the step
     y = tk.decode(tk.encode(x, config), config, x.shape, torch.float32).double().abs()
-    assert ((y - lone[:, None]).abs().amin(1) <= 1.0001 * 2**-8 * lone).all(), "it comes back to half a bf16"
+    assert ((y - lone[:, None]).abs().amin(1) <= 1.0001 * 2**-8 * lone).all(), (
+        "it comes back to half a bf16"
+    )

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from taco_kernels.sdp4bit import GroupFormat, add_dequantized, quantize, sum_dequantize, sum_requantize
+from taco_kernels.sdp4bit import (
+    GroupFormat,
+    add_dequantized,
+    quantize,
+    sum_dequantize,
+    sum_requantize,
+)
 from tests.kernels.interpreter import interpreted, small_tiles
 from tests.kernels.wires.sdp4bit import check_operations
 
@@ -66,7 +72,9 @@ def test_not_finite_stays_visible(bad: float) -> None:
     again = _decoded(sum_requantize(wires, INTRA, 512, INTER), INTER, 512)[0]
     for result in (total, again):
         assert (
-            result[128:256].isnan().all() and result[:128].isfinite().all() and result[256:].isfinite().all()
+            result[128:256].isnan().all()
+            and result[:128].isfinite().all()
+            and result[256:].isfinite().all()
         )
     weights = torch.zeros(1, 512)
     add_dequantized(wires[1], INTRA, weights)

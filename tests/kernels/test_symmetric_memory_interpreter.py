@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("ranks", "outliers"), [(2, False), pytest.param(3, False, marks=pytest.mark.thorough), (2, True)]
+    ("ranks", "outliers"),
+    [(2, False), pytest.param(3, False, marks=pytest.mark.thorough), (2, True)],
 )
 def test_collectives_have_the_bits_of_the_codec_kernels(ranks: int, outliers: bool) -> None:
     """Over so many steps that every slot is used again, twice, with two ranks; odd sizes with three."""
@@ -38,14 +39,18 @@ def use_python_flags() -> None:
     def publish(table, program, rank, sent, read, E) -> None:
         for base in (ctypes.c_uint64 * E.W.value).from_address(value(table)):
             for at, steps in ((channel.data_flag, sent), (channel.ack_flag, read)):
-                ctypes.c_uint64.from_address(base + value(at(program, rank, E))).value = value(steps)
+                ctypes.c_uint64.from_address(base + value(at(program, rank, E))).value = value(
+                    steps
+                )
 
     def wait(flags, target, error, timeout, E) -> None:
         deadline = time.monotonic() + value(timeout) / 1e9
         for rank in range(E.W.value):
             address = value(flags) + rank * E.PROGRAMS.value * 8
             while ctypes.c_int64.from_address(address).value < value(target):
-                assert time.monotonic() < deadline, f"waited for rank {rank}'s flag to be {value(target)}"
+                assert time.monotonic() < deadline, (
+                    f"waited for rank {rank}'s flag to be {value(target)}"
+                )
                 time.sleep(0)
 
     kernels.publish, kernels.wait = publish, wait
@@ -63,7 +68,9 @@ def cases(world_size: int, outliers: bool) -> list[tuple]:
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         setattr(expected, name, getattr(launch, name))
     settings = {
-        (2, False): ((CodecConfig("int8", 128, "dual"), (4, 2500), torch.bfloat16),),  # five steps a program
+        (2, False): (
+            (CodecConfig("int8", 128, "dual"), (4, 2500), torch.bfloat16),
+        ),  # five steps a program
         (3, False): (
             (CodecConfig("int6", 64, "single"), (6, 300), torch.float32),
             (CodecConfig("int4", 256, "dual"), (6, 170), torch.float16),
@@ -83,7 +90,9 @@ def cases(world_size: int, outliers: bool) -> list[tuple]:
             for x in xs:
                 x.view(-1)[200::128] *= 1000.0
             xs[1].view(-1)[300::700] *= 3000.0
-            xs = [torch.nn.functional.pad(x, (0, 64))[:, : shape[1]] for x in xs]  # rows of a larger tensor
+            xs = [
+                torch.nn.functional.pad(x, (0, 64))[:, : shape[1]] for x in xs
+            ]  # rows of a larger tensor
         other = CodecConfig("int8", config.group_size, "signed", outliers=outliers)
         made.append((config, expected.collective_cases(xs, config, other)))
     return made

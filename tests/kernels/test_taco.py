@@ -9,7 +9,15 @@ import torch
 
 import taco_kernels.taco as tk
 from taco_kernels.taco import FORMATS, GROUP_SIZES, SCALES, CodecConfig
-from tests.kernels.codec_formulas import INTEGERS, expected, grid, inputs, matrix, nearest_two, read_wire
+from tests.kernels.codec_formulas import (
+    INTEGERS,
+    expected,
+    grid,
+    inputs,
+    matrix,
+    nearest_two,
+    read_wire,
+)
 from tests.kernels.interpreter import interpreted, small_tiles
 from tests.kernels.wires.taco import assert_alike, check_sums
 
@@ -69,7 +77,9 @@ def test_error_bounds(format: str, scales: str) -> None:
     x = inputs("gaussian", 1000, 128)
 
     def error(x: torch.Tensor, config: CodecConfig) -> float:
-        return float((tk.decode(tk.encode(x, config), config, x.shape, x.dtype) - x).norm() / x.norm())
+        return float(
+            (tk.decode(tk.encode(x, config), config, x.shape, x.dtype) - x).norm() / x.norm()
+        )
 
     assert 0.9 * GAUSSIAN_ERROR[format] < error(x, config) < GAUSSIAN_ERROR[format]
 
@@ -99,20 +109,30 @@ def test_signed_scales_use_every_code_and_overflow_none() -> None:
     wire = tk.encode(x, config)[0]
     q, step, _ = read_wire(wire, config)
     high, low = x.amax(1).clamp(min=0).double(), -x.amin(1).clamp(max=0).double()
-    far, near, outermost = torch.maximum(high, low), torch.minimum(high, low), 2 ** (config.bits - 1)
+    far, near, outermost = (
+        torch.maximum(high, low),
+        torch.minimum(high, low),
+        2 ** (config.bits - 1),
+    )
     exact = torch.maximum(far / outermost, near / config.qmax)
     assert (step.abs() >= exact * (1 - 1e-7)).all() and (step.abs() <= exact * (1 + 2**-7)).all()
     assert torch.equal(step < 0, high > low)
     assert q.min() == -outermost and q.max() == config.qmax
-    ends = q.gather(1, x.abs().argmax(1, keepdim=True))[:, 0].abs()  # of the extreme, -far / step at most
-    assert (ends >= (far / step.abs()) - 0.5 - 1e-4).all() and (ends >= 0.98 * config.qmax - 1).all()
+    ends = q.gather(1, x.abs().argmax(1, keepdim=True))[
+        :, 0
+    ].abs()  # of the extreme, -far / step at most
+    assert (ends >= (far / step.abs()) - 0.5 - 1e-4).all() and (
+        ends >= 0.98 * config.qmax - 1
+    ).all()
     y = tk.decode(wire[None], config, x.shape, torch.float32)
     assert ((y - x).abs() <= 0.5 * step.abs()[:, None].float() * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize("format, scales", [(f, s) for f in FORMATS for s in scales_of(f)])
 @pytest.mark.parametrize("hadamard", [True, False])
-def test_non_finite_groups_decode_to_nan_and_stay_alone(format: str, scales: str, hadamard: bool) -> None:
+def test_non_finite_groups_decode_to_nan_and_stay_alone(
+    format: str, scales: str, hadamard: bool
+) -> None:
     config = CodecConfig(format, 32, scales=scales, hadamard=hadamard)
     for value in (math.nan, math.inf, -math.inf):
         x = inputs("gaussian", 5, 32)
@@ -188,13 +208,25 @@ def test_bad_calls_are_refused() -> None:
 def test_sizes_on_the_wire() -> None:
     """8.5 bits a value for the paper's set-up, and exact sizes in general."""
     assert CodecConfig().bytes_per_group() * 8 / 128 == 8.5
-    assert [CodecConfig(f, scales="single").bytes_per_group() for f in FORMATS] == [130, 130, 130, 98, 82, 66]
+    assert [CodecConfig(f, scales="single").bytes_per_group() for f in FORMATS] == [
+        130,
+        130,
+        130,
+        98,
+        82,
+        66,
+    ]
     config = CodecConfig("int5", 32)
-    assert config.chunk_numel(100, 3) == 64 and config.wire_bytes(64) == 64  # 2 * (20 + 8), padded to 16
+    assert (
+        config.chunk_numel(100, 3) == 64 and config.wire_bytes(64) == 64
+    )  # 2 * (20 + 8), padded to 16
     assert config.chunk_numel(0, 4) == 0 and config.wire_bytes(0) == 0
 
 
-EVERY_CASE = ("fp8-e4m3", "int6")  # others: each configuration is strided in one format and not in the next
+EVERY_CASE = (
+    "fp8-e4m3",
+    "int6",
+)  # others: each configuration is strided in one format and not in the next
 SMALL = ("fp8-e5m2", "int5")  # with transforms of 64 points and butterflies, as on sm_86
 
 
@@ -264,7 +296,11 @@ def check_format(format: str) -> int:
             torch.testing.assert_close(again, expected, rtol=ulp + bit, atol=bit)
 
             y = torch.full(shape, 7.0, dtype=dtype)
-            target = torch.full((3, 2, 3 * group_size), 7.0, dtype=dtype)[:, :, :group_size] if strided else y
+            target = (
+                torch.full((3, 2, 3 * group_size), 7.0, dtype=dtype)[:, :, :group_size]
+                if strided
+                else y
+            )
             launch.decode(exact, config, shape, dtype, out=target)
             expected = reference.decode(exact, config, shape, dtype)
             torch.testing.assert_close(target, expected, rtol=ulp + bit, atol=bit, equal_nan=True)
@@ -276,7 +312,9 @@ def check_format(format: str) -> int:
             # sums of codes times bf16 steps can lie in the middle between two codes, where the interpreter,
             # without a fused multiply-add, rounds twice
             codes = 0.01 if scales != "dual" and not hadamard else 0.004
-            check_sums(launch, stack, shape, config, partial(assert_alike, codes=codes), (config, other))
+            check_sums(
+                launch, stack, shape, config, partial(assert_alike, codes=codes), (config, other)
+            )
             cases += 1
     assert 2 * together >= cases, "chunks of which a tile holds several"
     return cases

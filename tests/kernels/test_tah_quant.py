@@ -145,13 +145,33 @@ def main() -> None:
     from taco_kernels.tah_quant import launch
 
     cases = (
-        (TahConfig(), (40, 2, 128), torch.bfloat16, None),  # several steps of programs, the last not full
+        (
+            TahConfig(),
+            (40, 2, 128),
+            torch.bfloat16,
+            None,
+        ),  # several steps of programs, the last not full
         (TahConfig(), (33, 1, 192), torch.float32, float("nan")),  # three products a transform
-        (TahConfig(allocation="tile", high_ratio=0.3), (7, 3, 100), torch.float16, None),  # padded rows
-        (TahConfig(tile_size=32, low_bits=2), (35, 2, 64), torch.bfloat16, float("inf")),  # two extra bits
+        (
+            TahConfig(allocation="tile", high_ratio=0.3),
+            (7, 3, 100),
+            torch.float16,
+            None,
+        ),  # padded rows
+        (
+            TahConfig(tile_size=32, low_bits=2),
+            (35, 2, 64),
+            torch.bfloat16,
+            float("inf"),
+        ),  # two extra bits
         (TahConfig(tile_size=128, high_bits=3, low_bits=2), (10, 2, 256), torch.float32, -1e5),
         (TahConfig(low_bits=4), (20, 2, 64), torch.bfloat16, 7e4),  # no extra bits: no choice
-        (TahConfig(high_ratio=1.0, allocation="tile"), (9,), torch.float32, None),  # a part of one tile
+        (
+            TahConfig(high_ratio=1.0, allocation="tile"),
+            (9,),
+            torch.float32,
+            None,
+        ),  # a part of one tile
     )
     for number, (config, shape, dtype, special) in enumerate(cases):
         x = tokens(shape, dtype, special, seed=number)

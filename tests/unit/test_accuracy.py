@@ -49,7 +49,9 @@ def test_without_codecs_it_is_the_plain_model(name):
     setting = setting_of(name)
     model = GPT(CONFIG)
     model.initialise(1)
-    ids, targets = torch.randint(CONFIG.vocabulary, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    ids, targets = torch.randint(
+        CONFIG.vocabulary, (2, 3, 16), generator=torch.Generator().manual_seed(2)
+    )
     expected = plain_forward(model, ids, targets)
     gradients = torch.autograd.grad(expected.mean(), list(model.parameters()))
     exchange = Exchange(setting)
@@ -71,7 +73,11 @@ def test_stages_send_messages_there_and_back():
     assert setting_of("int4:group=32,,int8-pp").stage_backward == "int8"
     exchange = Exchange(setting)
     layers.attach(exchange)
-    x = torch.randn(8 * 16, 128, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    x = (
+        torch.randn(8 * 16, 128, generator=torch.Generator().manual_seed(0))
+        .bfloat16()
+        .requires_grad_()
+    )
     sent = layers.send(x, 16)
     sent.backward(torch.ones_like(x).cumsum(0))
     for direction, before, after in (
@@ -83,11 +89,14 @@ def test_stages_send_messages_there_and_back():
         expected = codec.decode(codec.encode(messages), messages.shape[1:], x.dtype).transpose(1, 2)
         assert torch.equal(after, expected.reshape(x.shape)) and not torch.equal(after, before)
     sliced = Exchange(setting_of("none-sp+tah-quant-pp"))
-    parts = x.detach().view(2, 4, 4, 4, 128).permute(0, 2, 3, 1, 4).flatten(0, 1)  # a rank's tokens each
+    parts = (
+        x.detach().view(2, 4, 4, 4, 128).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    )  # a rank's tokens each
     codec = sliced.codecs["stage_forward"]
     expected = codec.decode(codec.encode(parts), parts.shape[1:], x.dtype).view(2, 4, 4, 4, 128)
     assert torch.equal(
-        sliced.send(x.detach(), 16, "stage_forward"), expected.permute(0, 3, 1, 2, 4).reshape(x.shape)
+        sliced.send(x.detach(), 16, "stage_forward"),
+        expected.permute(0, 3, 1, 2, 4).reshape(x.shape),
     )
     partials = torch.randn(4, 8, 128).bfloat16()
     assert torch.equal(exchange.reduce(partials, "forward"), partials.float().sum(0).bfloat16())
@@ -112,7 +121,11 @@ def test_ranks_share_a_sequence():
     y = attend(q, k, v, True)
     there, back = parse_codec("int4"), parse_codec("int5")
     sent = torch.cat([k, v], dim=2).view(1, -1, 128).detach()
-    sent = there.decode(there.encode(sent), sent.shape[1:], torch.float32).view(3, 16, 4, 32).requires_grad_()
+    sent = (
+        there.decode(there.encode(sent), sent.shape[1:], torch.float32)
+        .view(3, 16, 4, 32)
+        .requires_grad_()
+    )
     rows = attend(q, *sent.split(2, dim=2), False)
     assert torch.allclose(y, rows, atol=1e-6) and not torch.allclose(y, plain, atol=1e-2)
     parts = []
@@ -141,24 +154,36 @@ def tokens(tmp_path_factory) -> dict[str, str]:
 
 def test_data_parallel_weights_follow_the_masters(tokens):
     """Ranks hold bf16, which their codec changes towards the fp32 masters; without codecs nothing moves."""
-    config = ModelConfig(vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.float32)
-    trainer = Trainer(GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=8, batch=4, warmup=2))
+    config = ModelConfig(
+        vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.float32
+    )
+    trainer = Trainer(
+        GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=8, batch=4, warmup=2)
+    )
     losses, weights = {}, {}
     for name in ("none", "int8,,none-dp", "int8,,int8-dp", "none,,int4-dp"):
         trainer.start(3)
         losses[name] = trainer.run(setting_of(name), 8, 3)["losses"]
-        weights[name] = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+        weights[name] = torch.cat(
+            [parameter.detach().flatten() for parameter in trainer.model.parameters()]
+        )
     exact = weights["none"]
     error = {name: float((own - exact).norm() / exact.norm()) for name, own in weights.items()}
     assert losses["none,,int4-dp"][0] == pytest.approx(losses["none"][0], rel=1e-3)
-    assert not error.pop("none") and all(0 < one < 0.004 for one in error.values()), "as bf16 rounds"
+    assert not error.pop("none") and all(0 < one < 0.004 for one in error.values()), (
+        "as bf16 rounds"
+    )
     for name, own in weights.items():
         assert torch.equal(own, own.bfloat16().float()) == ("int8-dp" in name or "int4-dp" in name)
 
 
 def test_a_run_repeats_and_a_continuation_is_its_end(tokens, tmp_path):
-    config = ModelConfig(vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.bfloat16)
-    trainer = Trainer(GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=6, batch=2, warmup=2))
+    config = ModelConfig(
+        vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.bfloat16
+    )
+    trainer = Trainer(
+        GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=6, batch=2, warmup=2)
+    )
     setting, runs = setting_of("int4:group=64"), []
     for _ in range(2):
         trainer.start(3)
@@ -173,7 +198,12 @@ def test_a_run_repeats_and_a_continuation_is_its_end(tokens, tmp_path):
 
 def _record(name: str, seed: int, valid: float, kind: str = "ending") -> dict:
     setting = setting_of(name)
-    record = {"id": f"{kind}/{name}/{seed}", "setting": setting.as_dict(), "bits": setting.bits, "seed": seed}
+    record = {
+        "id": f"{kind}/{name}/{seed}",
+        "setting": setting.as_dict(),
+        "bits": setting.bits,
+        "seed": seed,
+    }
     return record | {"kind": kind, "size": "tiny", "valid": valid}
 
 
@@ -198,7 +228,9 @@ def test_a_qwen_is_hugging_faces(family, tmp_path):
     """Losses and gradients of the same weights, with and without sequence parallelism."""
     reference = make_hugging_face_model(family, tmp_path, torch.float32, vocabulary=104)
     qwen, state = find_model(str(tmp_path)), reference.state_dict()
-    config = ModelConfig(qwen.vocabulary, qwen.layers, qwen.hidden, qwen.heads, 16, torch.float32, qwen=qwen)
+    config = ModelConfig(
+        qwen.vocabulary, qwen.layers, qwen.hidden, qwen.heads, 16, torch.float32, qwen=qwen
+    )
     model = GPT(config)
     pairs = [(model.words, "model.embed_tokens.weight"), (model.norm.weight, "model.norm.weight")]
     pairs.append((model.output, "lm_head.weight"))
@@ -210,14 +242,16 @@ def test_a_qwen_is_hugging_faces(family, tmp_path):
             pairs.append((block.qkv_bias, *(f"{name}bias" for name in qkv)))
         else:
             pairs += [
-                (getattr(block, f"{n}_norm").weight, f"{prefix}self_attn.{n}_norm.weight") for n in "qk"
+                (getattr(block, f"{n}_norm").weight, f"{prefix}self_attn.{n}_norm.weight")
+                for n in "qk"
             ]
         pairs.append((block.norm1.weight, f"{prefix}input_layernorm.weight"))
         pairs.append((block.norm2.weight, f"{prefix}post_attention_layernorm.weight"))
         pairs.append((block.projection, f"{prefix}self_attn.o_proj.weight"))
         pairs.append((block.fc2, f"{prefix}mlp.down_proj.weight"))
         pairs += [
-            (block.fc1[n::2], f"{prefix}mlp.{name}_proj.weight") for n, name in enumerate(("gate", "up"))
+            (block.fc1[n::2], f"{prefix}mlp.{name}_proj.weight")
+            for n, name in enumerate(("gate", "up"))
         ]
     with torch.no_grad():
         for ours, *names in pairs:

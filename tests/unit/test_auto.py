@@ -55,7 +55,12 @@ USED = EXPERTS | dict(context_parallel_size=2)
     ("begin", "costs", "timed", "said"),
     [
         (0.0, (0.1,) * 6, 6, ""),
-        (0.0, (4.0, 3.0, 1.0, 1.0, 1.0, 1.0), 2, "; 4 more not timed: no time was left of the 10 s"),
+        (
+            0.0,
+            (4.0, 3.0, 1.0, 1.0, 1.0, 1.0),
+            2,
+            "; 4 more not timed: no time was left of the 10 s",
+        ),
         (9.5, (4.0,) * 6, 1, "; 5 more not timed"),
         (10.5, (0.1,) * 6, 1, "; 5 more not timed"),
     ],
@@ -80,7 +85,9 @@ def test_slow_timings_of_one_dimension_leave_the_others_theirs():
 def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) -> tuple[tuple, list]:
     """The plans where each timing of a recipe takes so many seconds; and what was timed, in order."""
     now, left, order = [begin], iter(costs), []
-    messages = tuple(MessageKind(one, one, "all_reduce", (4,), torch.float32, 1.0) for one in dimensions)
+    messages = tuple(
+        MessageKind(one, one, "all_reduce", (4,), torch.float32, 1.0) for one in dimensions
+    )
 
     def seconds(rule, in_graph):
         assert not in_graph
@@ -94,10 +101,14 @@ def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) ->
     run.args, run.config = megatron(cuda_graph_impl="none"), CompressionConfig(auto=dimensions)
     run.work, run.lines, run._times = Workload(1.0, messages), [], {}
     run.watch = Namespace(elapsed=lambda: now[0], seconds=seconds, not_captured=set())
-    run._sender = Namespace(prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: "")
+    run._sender = Namespace(
+        prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: ""
+    )
 
     def possible(dimension, budget):
-        rules = {one: {dimension: Namespace(codec=(one.name, dimension))} for one in RECIPES[dimension]}
+        rules = {
+            one: {dimension: Namespace(codec=(one.name, dimension))} for one in RECIPES[dimension]
+        }
         return rules, ""
 
     run._possible = possible
@@ -115,7 +126,10 @@ def test_what_cannot_be_combined_is_a_line():
     one, other = run.decide(0.0).dimensions
     assert (one.dimension, one.name, one.link) == ("expert_parallel", "none", "not timed")
     assert "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens" in one.why
-    assert other.dimension == "context_parallel" and "keys and values on in a ring of its own" in other.why
+    assert (
+        other.dimension == "context_parallel"
+        and "keys and values on in a ring of its own" in other.why
+    )
     run.args = parsed("--compression", "auto", use_torch_fsdp2=True, data_parallel_size=2)
     message = MessageKind("data_parallel", "dp.gradient", "all_reduce", (4,), torch.float32, 1.0)
     run.config, run.work, run._times = resolve(run.args), Workload(1.0, (message,)), {message: 0.0}
@@ -128,7 +142,10 @@ def test_layers_that_send_in_another_way_are_named():
     for layer in (experts, attention):
         torch.nn.Module.__init__(layer)
     experts.token_dispatcher = Namespace(ep_size=2, tp_size=1)
-    attention.config, attention.core_attention = Namespace(context_parallel_size=2), torch.nn.Identity()
+    attention.config, attention.core_attention = (
+        Namespace(context_parallel_size=2),
+        torch.nn.Identity(),
+    )
     chunk = torch.nn.ModuleDict({"mlp": experts, "attention": attention})
     compression = Compression(CompressionConfig())
     hooks = compression.dimensions
@@ -138,7 +155,9 @@ def test_layers_that_send_in_another_way_are_named():
     ):
         assert hooks[name].refusal([chunk]).startswith(said)
     experts.token_dispatcher.ep_size = attention.config.context_parallel_size = 1
-    assert all(hooks[name].refusal([chunk]) is None for name in ("expert_parallel", "context_parallel"))
+    assert all(
+        hooks[name].refusal([chunk]) is None for name in ("expert_parallel", "context_parallel")
+    )
 
 
 EXPERTS_AND_CONTEXT = ["expert_parallel", "context_parallel"]
@@ -150,7 +169,11 @@ class TestFlags:
         [
             ("", {}, EXPERTS_AND_CONTEXT),
             ("", USED, []),
-            ("", USED | {"expert_model_parallel_size": 1, "context_parallel_size": 1}, EXPERTS_AND_CONTEXT),
+            (
+                "",
+                USED | {"expert_model_parallel_size": 1, "context_parallel_size": 1},
+                EXPERTS_AND_CONTEXT,
+            ),
             ("--tp-compression int8", USED, ["tensor_parallel"]),
             ("--tp-compression none", USED, ["tensor_parallel"]),
             ("--taco", USED, ["tensor_parallel"]),
@@ -170,7 +193,10 @@ class TestFlags:
                 "--compression auto --tp-compression none --dp-compression none --pp-compression none",
                 "--compression auto has nothing to decide",
             ),
-            ("--compression-loss-budget 0.2", "--compression-loss-budget given, but nothing uses it"),
+            (
+                "--compression-loss-budget 0.2",
+                "--compression-loss-budget given, but nothing uses it",
+            ),
             ("--compression auto --compression-loss-budget -1", "-1.0 must be a percentage >= 0"),
             ("--compression auto --compression-loss-budget nan", "nan must be a percentage >= 0"),
         ],
@@ -180,7 +206,9 @@ class TestFlags:
             resolve(parsed(*flags.split()))
         assert said in str(error.value) and "\n" not in str(error.value)
 
-    @pytest.mark.parametrize("given", [{"auto": ("data_parallel",)}, {"error_bound": 0.1}, {"report": "out"}])
+    @pytest.mark.parametrize(
+        "given", [{"auto": ("data_parallel",)}, {"error_bound": 0.1}, {"report": "out"}]
+    )
     def test_an_own_loop_has_not_what_follows_megatrons(self, given):
         given = CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6"), **given)
         with pytest.raises(CompressionConfigError, match="needs Megatron's loop and arguments"):
@@ -188,7 +216,9 @@ class TestFlags:
 
 
 def one_plan(**changes) -> RunPlan:
-    given = dict(dimension="tensor_parallel", link="1 MiB", chosen=True, name=INT6.name, gain=0.2, loss=0.067)
+    given = dict(
+        dimension="tensor_parallel", link="1 MiB", chosen=True, name=INT6.name, gain=0.2, loss=0.067
+    )
     return RunPlan((DimensionPlan(**{**given, "why": "best", **changes}),), 0.1, 100.0, 60.0, 3.0)
 
 
@@ -215,14 +245,18 @@ class TestKept:
         found = plan.read(str(tmp_path), {}, print)
         assert math.isnan(found.iteration_ms) and found.recipes() == {"tensor_parallel": INT6}
 
-    @pytest.mark.parametrize(("where", "value"), [("budget", "0.1"), ("gain", []), ("chosen", None)])
+    @pytest.mark.parametrize(
+        ("where", "value"), [("budget", "0.1"), ("gain", []), ("chosen", None)]
+    )
     def test_a_damaged_value_is_no_plan(self, where, value):
         kept = asdict(one_plan())
         (kept if where in kept else kept["dimensions"][0])[where] = value
         with pytest.raises(TypeError):
             RunPlan.from_dict(kept)
 
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"decision": {}, "made_for": {}}', '{"decision": 1}'])
+    @pytest.mark.parametrize(
+        "text", ["", "{", "[]", '{"decision": {}, "made_for": {}}', '{"decision": 1}']
+    )
     def test_a_broken_file_is_named_and_the_run_measures(self, tmp_path, capsys, text):
         (tmp_path / plan.FILE).write_text(text)
         assert plan.read(str(tmp_path), {}, print) is None
@@ -230,14 +264,18 @@ class TestKept:
         assert "cannot be read" in said and "measures anew" in said and said.count("\n") == 1
 
     @pytest.mark.parametrize("name", ["danger:Codec", "int7", "int6", "none", "int8:outliers=off"])
-    def test_only_what_auto_could_have_chosen_is_accepted(self, tmp_path, capsys, monkeypatch, name):
+    def test_only_what_auto_could_have_chosen_is_accepted(
+        self, tmp_path, capsys, monkeypatch, name
+    ):
         """Of its own dimension; a module that the file names is not imported."""
         (tmp_path / "danger.py").write_text("raise SystemExit('imported')")
         monkeypatch.syspath_prepend(str(tmp_path))
         write(tmp_path, asdict(one_plan(name=name)))
         assert plan.read(str(tmp_path), {}, print) is None
         assert f"{name!r} is no choice for 'tensor_parallel'" in capsys.readouterr().out
-        write(tmp_path, asdict(one_plan(name="danger:Codec", chosen=False)))  # of the dimension's own flag
+        write(
+            tmp_path, asdict(one_plan(name="danger:Codec", chosen=False))
+        )  # of the dimension's own flag
         assert plan.read(str(tmp_path), {}, print).recipes() == {}
 
     @pytest.mark.parametrize(
@@ -261,14 +299,21 @@ class TestKept:
         """What is kept becomes settings, without what the check has switched off."""
         args = parsed("--compression", "auto", **USED, use_distributed_optimizer=True)
         compression, kept = Compression(resolve(args)), one_plan().dimensions
-        others = {"expert_parallel": "int8", "context_parallel": "lossless", "data_parallel": "sdp4bit"}
+        others = {
+            "expert_parallel": "int8",
+            "context_parallel": "lossless",
+            "data_parallel": "sdp4bit",
+        }
         for dimension, name in others.items():
             kept += one_plan(dimension=dimension, name=name).dimensions
         whole = RunPlan(kept, 0.1, 100.0, 60.0, 3.0)
         compression.adopt(decided_config(resolve(args), whole, args))
         assert compression.config.tensor_parallel.min_mb == 0
         rules = compression.run.policy.rules
-        names = [rules[one].codec.name for one in ("tp.forward", "ep.backward", "cp.forward", "dp.weight")]
+        names = [
+            rules[one].codec.name
+            for one in ("tp.forward", "ep.backward", "cp.forward", "dp.weight")
+        ]
         assert names == ["int6:outliers=on", "int8", "lossless", SDP4BIT_WEIGHTS]
         off = whole.after_check({"tensor_parallel": "switched off: slower"})
         assert not decided_config(resolve(args), off, args).tensor_parallel.enabled
@@ -288,7 +333,9 @@ def run(monkeypatch):
         monkeypatch.setattr(plan.time, "perf_counter", lambda: clock[0])
         check = plan.Check(dimensions, first, lambda: now[0], gains.append, capturing)
         for now[0] in range(iterations):
-            left_out = {one for one in ("tp.forward", "dp.weight", "pp.forward") if check.left_out(one)}
+            left_out = {
+                one for one in ("tp.forward", "dp.weight", "pp.forward") if check.left_out(one)
+            }
             history.append(left_out)
             clock[0] += seconds(left_out)
             if now[0] not in skipped:
@@ -300,7 +347,9 @@ def run(monkeypatch):
 
 def test_each_dimension_is_left_out_in_turn(run):
     """Tensor parallelism saves a fifth, data parallelism costs time: it is off from then on."""
-    history, (gains,), off = run(lambda out: 1.0 + 0.25 * ("tp.forward" in out) - 0.1 * ("dp.weight" in out))
+    history, (gains,), off = run(
+        lambda out: 1.0 + 0.25 * ("tp.forward" in out) - 0.1 * ("dp.weight" in out)
+    )
     blocks = [set()] * TURN + [{"tp.forward"}] * TURN + [{"dp.weight"}] * TURN
     begin = 1 + plan.WARM_UP
     assert history[: begin + 2 * len(blocks)] == [set()] * begin + blocks * plan.ROUNDS

@@ -21,7 +21,9 @@ LAUNCHED, REPLAYED = 300e-6, 80e-6
 """Seconds of a call."""
 
 
-@pytest.mark.parametrize(("failure", "other"), [(None, None), ("refused\nmore", None), (None, "refused")])
+@pytest.mark.parametrize(
+    ("failure", "other"), [(None, None), ("refused\nmore", None), (None, "refused")]
+)
 def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other) -> None:
     """Else eager calls, on all ranks, with a rank's reason. As torch does, a capture that fails leaves its
     stream the current one."""
@@ -136,7 +138,11 @@ def test_nothing_is_measured_while_iterations_are_compared(begun) -> None:
     ("idle", "layers", "flags"),
     [
         (True, "local", "do; --cuda-graph-impl full_iteration"),
-        (True, "transformer_engine", "do; --transformer-impl local --cuda-graph-impl full_iteration"),
+        (
+            True,
+            "transformer_engine",
+            "do; --transformer-impl local --cuda-graph-impl full_iteration",
+        ),
         (False, "local", ""),
     ],
 )

@@ -38,7 +38,12 @@ class TestIteration:
             "tp.backward all_gather": 136,
         }
         alone = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-        stages = {**alone, "pipeline_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 16}
+        stages = {
+            **alone,
+            "pipeline_model_parallel_size": 2,
+            "micro_batch_size": 1,
+            "global_batch_size": 16,
+        }
         # the first message, 15 exchanges, the last: a half of it for each direction
         assert counts(**stages) == {"pp.forward exchange": 8.5, "pp.backward exchange": 8.5}
         replicas = {**alone, "data_parallel_size": 4, "use_distributed_optimizer": True}
@@ -48,11 +53,19 @@ class TestIteration:
         assert counts(3 * 2**26, **replicas) == {"dp.outer outer": 3}, "an instance is one rank"
         replicas |= {"num_distributed_optimizer_instances": 2}
         outer = workload(megatron(**replicas), 2**26, 1e12, 1e12).messages[1]
-        assert (outer.traffic, outer.nbytes, outer.sent_as(True)) == ("dp.outer", 4 * 2**25, "all_reduce")
+        assert (outer.traffic, outer.nbytes, outer.sent_as(True)) == (
+            "dp.outer",
+            4 * 2**25,
+            "all_reduce",
+        )
 
     def test_overlapped_buckets_leave_the_last_one(self):
-        settings = dict(tensor_model_parallel_size=1, data_parallel_size=4, overlap_grad_reduce=True)
-        (message,) = workload(megatron(**settings, ddp_bucket_size=2**22), 2**24, 4e15, 1e15).messages
+        settings = dict(
+            tensor_model_parallel_size=1, data_parallel_size=4, overlap_grad_reduce=True
+        )
+        (message,) = workload(
+            megatron(**settings, ddp_bucket_size=2**22), 2**24, 4e15, 1e15
+        ).messages
         assert message.dtype == torch.float32 and message.count == 4 and message.exposed_count == 1
         # a micro-batch of 1.6 s computation, of which 2/3 are the backward's: they hide 4 buckets of 0.2
         assert message.exposed(0.2) == pytest.approx(0.2 + OVERLAP_LOSS * 0.6), "the last"
@@ -89,18 +102,28 @@ class TestTokens:
 
     def test_ranks_that_share_an_expert(self):
         """TP 2 with sequence parallelism: a rank has half of the tokens; a layer's MLP sends nothing else."""
-        tensor = dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
-        args = experts(**tensor, data_parallel_size=2, expert_model_parallel_size=2, global_batch_size=8)
+        tensor = dict(
+            tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2
+        )
+        args = experts(
+            **tensor, data_parallel_size=2, expert_model_parallel_size=2, global_batch_size=8
+        )
         assert self.sent("expert_parallel", args)["ep.forward all_to_all"] == ((8192, 4096), 16)
         sent = self.sent("tensor_parallel", args)
-        assert sent["tp.forward gather_tokens"] == sent["tp.backward sum_tokens"] == ((16384, 4096), 8)
-        assert sent["tp.forward reduce_scatter"] == ((2048, 4, 4096), 9), "attention, and the embedding"
+        assert (
+            sent["tp.forward gather_tokens"] == sent["tp.backward sum_tokens"] == ((16384, 4096), 8)
+        )
+        assert sent["tp.forward reduce_scatter"] == ((2048, 4, 4096), 9), (
+            "attention, and the embedding"
+        )
         args.moe_shared_expert_intermediate_size = 1024
         assert self.sent("tensor_parallel", args)["tp.forward reduce_scatter"][1] == 17
 
     def test_keys_and_values(self):
         """32 heads of 128 in 8 groups: of a sequence of 2048, TP 4 x CP 2. Attention is run again, too."""
-        heads = dict(num_attention_heads=32, num_query_groups=8, group_query_attention=True, kv_channels=128)
+        heads = dict(
+            num_attention_heads=32, num_query_groups=8, group_query_attention=True, kv_channels=128
+        )
         args = megatron(
             **heads, context_parallel_size=2, multi_latent_attention=False, recompute_modules=None
         )

@@ -15,7 +15,9 @@ def test_auto_is_timed_behind_its_check():
     options = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
     found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print)
     assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + found.iterations
-    found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print, bench.WARM_UP + 1)
+    found = plan.Check(
+        ["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print, bench.WARM_UP + 1
+    )
     assert bench.checked_in(options, "full_iteration") == 1 + plan.WARM_UP + found.iterations
     options = bench.parse(["--data-parallel", "2"])
     assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
@@ -76,11 +78,11 @@ def test_a_setting_that_fails_costs_one_row(bad, said, tmp_path, monkeypatch, ca
     python.write_text(f'#!/bin/sh\nshift 5\nexec {sys.executable} {tmp_path / "run.py"} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(_launch.sys, "executable", str(python))
-    words = (
-        f"--tensor-parallel 2 --regimes pcie --codecs none {bad} int8 --limit 1 --iterations 6 --cuda-graphs"
-    )
+    words = f"--tensor-parallel 2 --regimes pcie --codecs none {bad} int8 --limit 1 --iterations 6 --cuda-graphs"
     with pytest.raises(SystemExit):
-        bench.run(bench.parse([*words.split(), "full_iteration", "--json", str(tmp_path / "rows.json")]))
+        bench.run(
+            bench.parse([*words.split(), "full_iteration", "--json", str(tmp_path / "rows.json")])
+        )
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["codec"], row["graphs"], row["iterations"]) for row in rows] == [
         (codec, "full_iteration", 2) for codec in ("none", "int8")

@@ -11,11 +11,23 @@ def container(model_config: bool = False, **changes) -> SimpleNamespace:
     """Fields of Megatron-Bridge's ``ConfigContainer``, by part, at the values of a small run."""
     parts = dict(
         model=dict(
-            **dict(transformer_impl="transformer_engine", num_layers=4, hidden_size=256, seq_length=64),
-            **dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=1),
-            **dict(expert_model_parallel_size=1, expert_tensor_parallel_size=None, num_moe_experts=None),
+            **dict(
+                transformer_impl="transformer_engine", num_layers=4, hidden_size=256, seq_length=64
+            ),
+            **dict(
+                tensor_model_parallel_size=2,
+                pipeline_model_parallel_size=2,
+                context_parallel_size=1,
+            ),
+            **dict(
+                expert_model_parallel_size=1, expert_tensor_parallel_size=None, num_moe_experts=None
+            ),
             **dict(sequence_parallel=True, cuda_graph_impl="none", bf16=True, fp16=False),
-            **dict(moe_token_dispatcher_type="alltoall", moe_latent_size=None, multi_latent_attention=False),
+            **dict(
+                moe_token_dispatcher_type="alltoall",
+                moe_latent_size=None,
+                multi_latent_attention=False,
+            ),
             **dict(tp_comm_overlap=False, moe_flex_dispatcher_backend="deepep"),
         ),
         ddp=dict(
@@ -37,9 +49,13 @@ def container(model_config: bool = False, **changes) -> SimpleNamespace:
     cfg = SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
     cfg.data_parallel_size, cfg.comm_overlap, hooks = 1, None, ([], [])
     if model_config:
-        cfg.model = SimpleNamespace(transformer=cfg.model, pre_wrap_hooks=hooks[0], post_wrap_hooks=hooks[1])
+        cfg.model = SimpleNamespace(
+            transformer=cfg.model, pre_wrap_hooks=hooks[0], post_wrap_hooks=hooks[1]
+        )
     else:
-        cfg.model.register_pre_wrap_hook, cfg.model.register_post_wrap_hook = (one.append for one in hooks)
+        cfg.model.register_pre_wrap_hook, cfg.model.register_post_wrap_hook = (
+            one.append for one in hooks
+        )
     cfg.hooks = hooks
     return cfg
 
@@ -51,7 +67,9 @@ def test_hooks_are_registered_and_settings_read(model_config: bool) -> None:
     assert [len(hooks) for hooks in cfg.hooks] == [1, 1]
     config, _ = bridge.check(cfg, callback.config)
     assert (config.tensor_parallel.compression, config.tensor_parallel.backward) == ("int8", "int6")
-    assert config.data_parallel.weights.startswith("sdp4bit"), "the distributed optimizer has masters"
+    assert config.data_parallel.weights.startswith("sdp4bit"), (
+        "the distributed optimizer has masters"
+    )
     assert config.start_iteration == 2 and config.data_parallel.min_bytes == 0
 
 
@@ -72,8 +90,16 @@ def test_a_field_of_several_parts_is_set_where_one_sets_it() -> None:
         (dict(tp=("int8", "int9")), {}, r"^tp\[1\]"),
         (dict(min_mb=1.0), {}, "^min_mb given, but nothing uses it; add tp"),
         (dict(dp="tagc"), {}, "^dp tagc: its memory of gradients would be lost on a resume"),
-        (dict(ep="int8"), {}, "^ep given, but the model has no experts; add cfg.model.num_moe_experts"),
-        (dict(dp="int8"), dict(ddp__use_megatron_fsdp=True), "^cfg.ddp.use_megatron_fsdp communicates"),
+        (
+            dict(ep="int8"),
+            {},
+            "^ep given, but the model has no experts; add cfg.model.num_moe_experts",
+        ),
+        (
+            dict(dp="int8"),
+            dict(ddp__use_megatron_fsdp=True),
+            "^cfg.ddp.use_megatron_fsdp communicates",
+        ),
         (
             dict(dp=("none", "int8")),
             dict(ddp__use_distributed_optimizer=False, optimizer__use_distributed_optimizer=False),

@@ -67,7 +67,9 @@ def test_rows(spec: str) -> None:
             assert torch.equal(decoded, one)
             assert error(decoded, x) < WORST, (shape, dtype)
 
-            strided = torch.empty(3, *shape[::-1], dtype=dtype).permute(0, *range(len(shape), 0, -1))
+            strided = torch.empty(3, *shape[::-1], dtype=dtype).permute(
+                0, *range(len(shape), 0, -1)
+            )
             strided.copy_(x)
             assert torch.equal(codec.encode(strided), payloads), "any strides"
 

@@ -13,7 +13,10 @@ from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, parse_code
 from megatron.compression.codecs.base import TwoHops, check_payloads
 from megatron.compression.codecs.identity import IdentityCodec
 from megatron.compression.codecs.registry import Registry, field_docs, settings_of
-from megatron.compression.data_parallel.codec_gradients import CodecGradients, parse_gradient_compressor
+from megatron.compression.data_parallel.codec_gradients import (
+    CodecGradients,
+    parse_gradient_compressor,
+)
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,22 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("int7", "codec 'int7' is unknown; choose one of .*int6.*, or MODULE:CLASS; did you mean int"),
+        (
+            "int7",
+            "codec 'int7' is unknown; choose one of .*int6.*, or MODULE:CLASS; did you mean int",
+        ),
         ("tagc", "tagc compresses gradients only; give it to --dp-compression"),
         ("", "codec '' is unknown"),
-        ("int6:gruop=64", "int6: no setting 'gruop'; choose among group, scales, hadamard, normalize"),
+        (
+            "int6:gruop=64",
+            "int6: no setting 'gruop'; choose among group, scales, hadamard, normalize",
+        ),
         ("int6:group", "int6: group needs a value; choose among"),
         ("identity:x=1", "identity: no setting 'x'; choose among none"),
-        ("int6:group=48", "int6:group=48: group=48 is not supported; choose one of 32, 64, 128, 256"),
+        (
+            "int6:group=48",
+            "int6:group=48: group=48 is not supported; choose one of 32, 64, 128, 256",
+        ),
         ("int6:hadamard=maybe", "int6:hadamard=maybe must be on or off"),
         ("int6:scales=dual", "scales=dual belongs to taco"),
         ("int6:normalize=standardize,hadamard=on", "drop hadamard=on"),
@@ -104,7 +116,10 @@ def test_every_registered_codec_has_its_name(name: str) -> None:
         ("tah-quant:ratio=x", "tah-quant:ratio=x must be a number"),
         ("tah-quant:low=5", "tah-quant:low=5: "),
         ("int6/sdp4bit:group=64", "the two codecs cut a tensor differently"),
-        ("int6:group=64:scales=single", "64:scales=single must be a whole number; commas separate settings"),
+        (
+            "int6:group=64:scales=single",
+            "64:scales=single must be a whole number; commas separate settings",
+        ),
         ("no.such.module:Codec", "No module named .* put its folder on PYTHONPATH"),
         (f"{__name__}:NotFrozen", "NotFrozen must be a frozen dataclass"),
         (f"{__name__}:Divides:size=0", "Divides:size=0: .*zero"),
@@ -131,7 +146,9 @@ def test_a_payload_of_other_bytes_is_refused() -> None:
     """Of gradients' codecs, too, and of both hops; before anything is sent."""
     check_payloads([HalfCodec(), parse_gradient_compressor("tagc"), parse_codec("lossless")])
     for one in (Longer(), TwoHops(HalfCodec(), Longer()), CodecGradients(Longer())):
-        with pytest.raises(CompressionConfigError, match="2000 bytes for 1000 values, payload_bytes says"):
+        with pytest.raises(
+            CompressionConfigError, match="2000 bytes for 1000 values, payload_bytes says"
+        ):
             check_payloads([one])
 
 
@@ -147,8 +164,12 @@ def test_others_register_by_an_entry_point(monkeypatch) -> None:
     module = ModuleType("somebodys_package")
     module.HalfCodec = HalfCodec
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    point = importlib.metadata.EntryPoint("half", "somebodys_package:HalfCodec", "megatron_taco.codecs")
-    taken = importlib.metadata.EntryPoint("int6", "somebodys_package:HalfCodec", "megatron_taco.codecs")
+    point = importlib.metadata.EntryPoint(
+        "half", "somebodys_package:HalfCodec", "megatron_taco.codecs"
+    )
+    taken = importlib.metadata.EntryPoint(
+        "int6", "somebodys_package:HalfCodec", "megatron_taco.codecs"
+    )
 
     def entry_points(group: str) -> list:
         return [point, taken] if group == "megatron_taco.codecs" else []

@@ -34,7 +34,12 @@ def test_taco_is_the_papers_settings() -> None:
     config = _config("--taco").tensor_parallel
     assert config == TensorParallelConfig(compression="taco")
     codec = config.forward_codec
-    assert (codec.format, codec.group, codec.scales, codec.hadamard) == ("fp8-e4m3", 128, "dual", True)
+    assert (codec.format, codec.group, codec.scales, codec.hadamard) == (
+        "fp8-e4m3",
+        128,
+        "dual",
+        True,
+    )
     assert config.rules(0)["tp.forward"].min_bytes == 8 * 2**20
     assert _config("--tp-compression", "taco").tensor_parallel == config
     assert _config("--taco", "--tp-compression", "taco").tensor_parallel == config
@@ -46,9 +51,14 @@ def test_taco_paper_is_three_codecs() -> None:
     """One flag for all dimensions; a dimension's own flag beside it wins."""
     config = _config("--compression", "taco-paper", use_distributed_optimizer=True)
     assert config.tensor_parallel == TensorParallelConfig(compression="taco")
-    assert config.data_parallel.compression == "sdp4bit" and config.data_parallel.weight_codec is not None
+    assert (
+        config.data_parallel.compression == "sdp4bit"
+        and config.data_parallel.weight_codec is not None
+    )
     assert config.pipeline_parallel == PipelineParallelConfig(compression="tah-quant")
-    mixed = _config("--compression", "taco-paper", "--pp-compression", "int8", "--taco", "format=int6")
+    mixed = _config(
+        "--compression", "taco-paper", "--pp-compression", "int8", "--taco", "format=int6"
+    )
     assert mixed.pipeline_parallel.compression == "int8"
     assert mixed.tensor_parallel.compression == "taco:format=int6"
     without = _config(
@@ -73,10 +83,14 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
         tensor_parallel=TensorParallelConfig(
             compression="int6", backward="int8:group=64", min_mb=0.5, layers="1-2,output"
         ),
-        pipeline_parallel=PipelineParallelConfig(compression="int4:group=32", backward="none", min_mb=0.5),
+        pipeline_parallel=PipelineParallelConfig(
+            compression="int4:group=32", backward="none", min_mb=0.5
+        ),
         context_parallel=ContextParallelConfig(compression="int8", backward="int6", min_mb=0.5),
         expert_parallel=ExpertParallelConfig(compression="int8", min_mb=0.5),
-        data_parallel=DataParallelConfig(min_mb=0.5, compression="int8", weights="int5", node_size=2),
+        data_parallel=DataParallelConfig(
+            min_mb=0.5, compression="int8", weights="int5", node_size=2
+        ),
         start_iteration=7,
         transport="collective",
         communicators=3,
@@ -123,15 +137,20 @@ def test_the_environment_is_checked_and_said(monkeypatch) -> None:
         f"{NODE_SIZE} default -> 2",
     ]
     monkeypatch.setenv(NODE_SIZE, "two")
-    with pytest.raises(CompressionConfigError, match=f"{NODE_SIZE}=two must be a number >= 1; unset it"):
+    with pytest.raises(
+        CompressionConfigError, match=f"{NODE_SIZE}=two must be a number >= 1; unset it"
+    ):
         _config("--dp-compression", "int8")
     monkeypatch.setenv("MEGATRON_COMPRESSION_NODES", "2")
-    with pytest.raises(CompressionConfigError, match=f"_NODES is unknown; did you mean {NODE_SIZE}"):
+    with pytest.raises(
+        CompressionConfigError, match=f"_NODES is unknown; did you mean {NODE_SIZE}"
+    ):
         _config("--dp-compression", "int8")
 
 
 @pytest.mark.parametrize(
-    "flags", ["--compression taco-paper", "--pp-compression pipeline-6bit", "--compression auto --taco"]
+    "flags",
+    ["--compression taco-paper", "--pp-compression pipeline-6bit", "--compression auto --taco"],
 )
 def test_resolve_is_pure(flags: str) -> None:
     """Nothing is written into Megatron's arguments; twice is the same; the result is plain values."""
@@ -153,8 +172,12 @@ def test_off_by_default() -> None:
 
 def test_a_resumed_run_says_what_it_does_otherwise() -> None:
     """What decides results and differs; transports, reports and overlap do not."""
-    saved = _config("--tp-compression", "tensor-6bit", "--tp-compression-overlap", "halves").asdict()
-    now = _config("--taco", "--tp-compression-layers", "0", "--compression-transport", "collective").asdict()
+    saved = _config(
+        "--tp-compression", "tensor-6bit", "--tp-compression-overlap", "halves"
+    ).asdict()
+    now = _config(
+        "--taco", "--tp-compression-layers", "0", "--compression-transport", "collective"
+    ).asdict()
     assert changed_settings(saved, now) == [
         "--tp-compression int6:outliers=on -> taco",
         "--tp-compression-layers all -> 0",
@@ -165,19 +188,43 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
 @pytest.mark.parametrize(
     ("settings", "flag", "fix"),
     [
-        ({"compression": "int6/int8/int8:group=64"}, "int8/int8:group=64", "give them the same group size"),
-        ({"compression": "fp8"}, "TensorParallelConfig.compression: codec 'fp8' is unknown", "choose one of"),
-        ({"backward": "fp8"}, "TensorParallelConfig.backward: codec 'fp8' is unknown", "choose one of"),
+        (
+            {"compression": "int6/int8/int8:group=64"},
+            "int8/int8:group=64",
+            "give them the same group size",
+        ),
+        (
+            {"compression": "fp8"},
+            "TensorParallelConfig.compression: codec 'fp8' is unknown",
+            "choose one of",
+        ),
+        (
+            {"backward": "fp8"},
+            "TensorParallelConfig.backward: codec 'fp8' is unknown",
+            "choose one of",
+        ),
         ({"min_mb": -1.0}, "min_mb -1.0", ">= 0"),
-        ({"compression": "none", "layers": "0"}, "layers given", "or TensorParallelConfig.compression"),
+        (
+            {"compression": "none", "layers": "0"},
+            "layers given",
+            "or TensorParallelConfig.compression",
+        ),
         *(
             ({"layers": text}, "TensorParallelConfig.layers", "is not a layer; give")
             for text in ("", "a", "4-2", "1,,2", "0x1", "99999", "all,1")
         ),
-        ({"compression": "int6;fc3=int5"}, "'fc3=int5' must be SITE=SPEC, @LAYERS=SPEC", "SITE one of qkv"),
+        (
+            {"compression": "int6;fc3=int5"},
+            "'fc3=int5' must be SITE=SPEC, @LAYERS=SPEC",
+            "SITE one of qkv",
+        ),
         ({"compression": "int6;=int5"}, "'=int5' must be", "SITE=SPEC"),
         ({"compression": "int6;@0-x=int5"}, "'0-x' is not a layer", "give"),
-        ({"compression": "int6;fc2=int7"}, "TensorParallelConfig.compression: codec 'int7'", "choose one of"),
+        (
+            {"compression": "int6;fc2=int7"},
+            "TensorParallelConfig.compression: codec 'int7'",
+            "choose one of",
+        ),
     ],
 )
 def test_impossible_settings_name_argument_and_fix(settings, flag, fix) -> None:
@@ -192,10 +239,19 @@ def test_impossible_settings_name_argument_and_fix(settings, flag, fix) -> None:
     ("megatron", "fix"),
     [
         ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
-        (ENGINE | {"symmetric_ar_type": "two_shot"}, "--symmetric-ar-type sums in symmetric memory"),
-        (ENGINE | {"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser builds"),
+        (
+            ENGINE | {"symmetric_ar_type": "two_shot"},
+            "--symmetric-ar-type sums in symmetric memory",
+        ),
+        (
+            ENGINE | {"use_transformer_engine_op_fuser": True},
+            "--use-transformer-engine-op-fuser builds",
+        ),
         ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant"),
-        ({"distribute_saved_activations": True}, "--distribute-saved-activations gathers the inputs"),
+        (
+            {"distribute_saved_activations": True},
+            "--distribute-saved-activations gathers the inputs",
+        ),
         ({"num_layers": 2}, "with --num-layers 2 layers are 0 to 1"),
     ],
 )
@@ -242,7 +298,9 @@ def test_fp8_in_software_is_said(monkeypatch) -> None:
             rules = _config(*flags.split()).rules().values()
             said.append(fp8_in_software(codec for rule in rules for codec in rule.codecs))
         if (gpu, capability) == (True, (8, 0)):
-            assert all(line.startswith("taco: A100 converts to fp8 in software") for line in said[:2])
+            assert all(
+                line.startswith("taco: A100 converts to fp8 in software") for line in said[:2]
+            )
             assert said[2:] == [None]
         else:
             assert said == [None] * 3
@@ -264,23 +322,62 @@ UNUSED = "given, but nothing uses it; add --taco"
         ("--compression-start-iteration 3", {}, UNUSED),
         ("--compression-transport collective --pp-compression int8", {}, UNUSED),
         ("--compression-min-mb 0", {}, UNUSED),
-        ("--tp-compression-layers 1", {}, "--tp-compression-layers given, .* --taco or --tp-compression$"),
+        (
+            "--tp-compression-layers 1",
+            {},
+            "--tp-compression-layers given, .* --taco or --tp-compression$",
+        ),
         # "$CODEC" of a script that has not set CODEC
-        *((f"--{one}-compression ''", {}, f"--{one}-compression.* is unknown") for one in DIMENSIONS),
+        *(
+            (f"--{one}-compression ''", {}, f"--{one}-compression.* is unknown")
+            for one in DIMENSIONS
+        ),
         (
             "--tp-compression int9",
             {},
             "int9.*tah-quant, tensor-6bit, tensor-8bit, or MODULE",
         ),
         ("--ep-compression int9", {}, "int8, sdp4bit, taco, experts-8bit, or MODULE"),
-        ("--dp-compression powersgd", {}, "lossless, sdp4bit, taco, tagc, gradients-4bit, or MODULE"),
-        ("--compression-report ''", {}, "--compression-report  must be a folder; name one, or drop the flag"),
-        ("--tp-compression tagc", {}, "--tp-compression tagc: tagc compresses gradients of weights only"),
-        ("--taco --compression-error-bound 0", {}, "--compression-error-bound 0.0 must be a relative error"),
-        ("--dp-compression int8 --compression-start-iteration 100", {}, "not before the last of 100"),
-        ("--cp-compression int8/int6", CONTEXT, "--cp-compression int8/int6: what attention gathers is sent"),
-        ("--cp-compression int8 int9", CONTEXT, "--cp-compression BACKWARD: codec 'int9' is unknown"),
-        ("--cp-compression lossless", CONTEXT | dict(fp16=True), "--cp-compression lossless shortens"),
+        (
+            "--dp-compression powersgd",
+            {},
+            "lossless, sdp4bit, taco, tagc, gradients-4bit, or MODULE",
+        ),
+        (
+            "--compression-report ''",
+            {},
+            "--compression-report  must be a folder; name one, or drop the flag",
+        ),
+        (
+            "--tp-compression tagc",
+            {},
+            "--tp-compression tagc: tagc compresses gradients of weights only",
+        ),
+        (
+            "--taco --compression-error-bound 0",
+            {},
+            "--compression-error-bound 0.0 must be a relative error",
+        ),
+        (
+            "--dp-compression int8 --compression-start-iteration 100",
+            {},
+            "not before the last of 100",
+        ),
+        (
+            "--cp-compression int8/int6",
+            CONTEXT,
+            "--cp-compression int8/int6: what attention gathers is sent",
+        ),
+        (
+            "--cp-compression int8 int9",
+            CONTEXT,
+            "--cp-compression BACKWARD: codec 'int9' is unknown",
+        ),
+        (
+            "--cp-compression lossless",
+            CONTEXT | dict(fp16=True),
+            "--cp-compression lossless shortens",
+        ),
         ("--cp-compression int8", CONTEXT | ENGINE, "needs --transformer-impl local"),
     ],
 )
@@ -294,5 +391,7 @@ def test_on_the_command_line_flags_are_named(flags: str, megatron: dict, line: s
 def test_context_compression() -> None:
     """A bound of these sites, without tensor parallelism; on one rank nothing is exchanged, whatever the
     layers."""
-    assert _config("--cp-compression", "int8", "--compression-error-bound", "0.05").error_bound == 0.05
+    assert (
+        _config("--cp-compression", "int8", "--compression-error-bound", "0.05").error_bound == 0.05
+    )
     assert _config("--cp-compression", "int8", **ENGINE).context_parallel.enabled

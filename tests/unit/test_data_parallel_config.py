@@ -10,7 +10,10 @@ import torch
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.data_parallel.codec_gradients import CodecGradientSync, parse_gradient_compressor
+from megatron.compression.data_parallel.codec_gradients import (
+    CodecGradientSync,
+    parse_gradient_compressor,
+)
 from megatron.compression.data_parallel.config import _REFUSED, DataParallelConfig
 from megatron.compression.errors import CompressionConfigError
 
@@ -30,7 +33,12 @@ def _megatron() -> dict:
     """Megatron's flags at their defaults, but for a bf16 run with the distributed optimizer."""
     parser = ArgumentParser()
     add_megatron_arguments(parser)
-    return {**vars(parser.parse_args([])), **DERIVED, "use_distributed_optimizer": True, "bf16": True}
+    return {
+        **vars(parser.parse_args([])),
+        **DERIVED,
+        "use_distributed_optimizer": True,
+        "bf16": True,
+    }
 
 
 def _check(settings: dict, **megatron) -> DataParallelConfig:
@@ -48,7 +56,11 @@ def test_sdp4bit_alone_means_both() -> None:
     assert both.weight_codec == parse_codec("sdp4bit:intra=4,inter=4,group=2048,hadamard=off")
     assert _check(ON, use_distributed_optimizer=False).weights == "none"
     assert _check(ON, bf16=False).weights == "none"
-    for settings in ({**ON, "weights": "none"}, {"compression": "sdp4bit:intra=4"}, {"compression": "int8"}):
+    for settings in (
+        {**ON, "weights": "none"},
+        {"compression": "sdp4bit:intra=4"},
+        {"compression": "int8"},
+    ):
         assert _check(settings).weight_codec is None
     assert _check({"compression": "int8", "weights": "taco"}).weight_codec == parse_codec("taco")
     alone = _check({"weights": "int8"})
@@ -62,20 +74,30 @@ def test_sdp4bit_alone_means_both() -> None:
     [
         ("sdp4bit", "sdp4bit", "sdp4bit:intra=4"),
         ("gradients-4bit:outer=none", "sdp4bit", None),
-        ("int8:group=64,outer=int4:group=32,scales=single", "int8:group=64", "int4:group=32,scales=single"),
+        (
+            "int8:group=64,outer=int4:group=32,scales=single",
+            "int8:group=64",
+            "int4:group=32,scales=single",
+        ),
         ("int6/int5:outer=gradients-4bit", "int6/int5", "sdp4bit"),
         ("none:outer=int8", None, "int8"),
         ("tagc", "tagc", None),
     ],
 )
-def test_the_outer_hop_has_a_codec_of_its_own(spec: str, inner: str | None, outer: str | None) -> None:
+def test_the_outer_hop_has_a_codec_of_its_own(
+    spec: str, inner: str | None, outer: str | None
+) -> None:
     """The setting outer= of any spec; else a codec's second hop, which is the one between nodes."""
     config = _check({"compression": spec}, **INSTANCES)
     rules = config.rules(None)
-    found = [codec and codec.name for codec in (rules["dp.gradient"].codec, rules["dp.outer"].codec)]
+    found = [
+        codec and codec.name for codec in (rules["dp.gradient"].codec, rules["dp.outer"].codec)
+    ]
     assert found == [inner, outer]
     assert (config.weights == WEIGHTS) == (inner == "sdp4bit")
-    args = Namespace(**{**_megatron(), **INSTANCES, "data_parallel_size": 4, "context_parallel_size": 1})
+    args = Namespace(
+        **{**_megatron(), **INSTANCES, "data_parallel_size": 4, "context_parallel_size": 1}
+    )
     said = f"sums of gradients between the 2 optimizer instances: {outer or 'uncompressed'} (outer=CODEC"
     assert said in config.lines(args)[-1]
     args.use_torch_fsdp2 = True  # which has no such hop
@@ -98,13 +120,25 @@ def test_what_the_log_says(spec: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compression": "powersgd"}, "DataParallelConfig.compression: codec 'powersgd' is unknown; choose"),
-        ({"compression": "examples.nothing:At"}, "DataParallelConfig.compression: .*examples.nothing:At"),
+        (
+            {"compression": "powersgd"},
+            "DataParallelConfig.compression: codec 'powersgd' is unknown; choose",
+        ),
+        (
+            {"compression": "examples.nothing:At"},
+            "DataParallelConfig.compression: .*examples.nothing:At",
+        ),
         ({"compression": "os:getcwd"}, "os:getcwd"),
-        ({"compression": "int8:outer=tagc"}, "outer= tagc: tagc compresses gradients of weights only"),
+        (
+            {"compression": "int8:outer=tagc"},
+            "outer= tagc: tagc compresses gradients of weights only",
+        ),
         ({"compression": "int8:outer=tah-quant"}, "needs tokens and channels"),
         ({"compression": "int6:group=100"}, "DataParallelConfig.compression: int6:group=100"),
-        ({**ON, "weights": "tagc"}, "DataParallelConfig.weights tagc: tagc compresses gradients of weights"),
+        (
+            {**ON, "weights": "tagc"},
+            "DataParallelConfig.weights tagc: tagc compresses gradients of weights",
+        ),
         ({**ON, "weights": "sdp4bit:intra=6"}, "sdp4bit:intra=6"),
         ({**ON, "node_size": 0}, "DataParallelConfig.node_size 0 must be"),
         *(
@@ -124,8 +158,16 @@ def test_impossible_settings(settings: dict, message: str) -> None:
     ("settings", "megatron", "message"),
     [
         (ON, {"use_megatron_fsdp": True}, r"its own buffers \(--use-torch-fsdp2 is supported\)"),
-        ({"weights": "sdp4bit"}, FSDP2, "WEIGHTS sdp4bit: SDP4Bit sends differences to the last weights"),
-        ({"compression": "lossless"}, FSDP2, "lossless: under FSDP2 the host would wait in each layer"),
+        (
+            {"weights": "sdp4bit"},
+            FSDP2,
+            "WEIGHTS sdp4bit: SDP4Bit sends differences to the last weights",
+        ),
+        (
+            {"compression": "lossless"},
+            FSDP2,
+            "lossless: under FSDP2 the host would wait in each layer",
+        ),
         (TAGC, {**FSDP2, "save": "here"}, "tagc is not saved under --use-torch-fsdp2"),
         (
             ON,
@@ -133,7 +175,11 @@ def test_impossible_settings(settings: dict, message: str) -> None:
             "--optimizer muon with --use-distributed-optimizer",
         ),
         (ON, {"optimizer_cuda_graph": True}, "--optimizer-cuda-graph replays the optimizer's step"),
-        (TAGC, {"rerun_mode": "report_stats"}, "--rerun-mode report_stats runs every iteration twice"),
+        (
+            TAGC,
+            {"rerun_mode": "report_stats"},
+            "--rerun-mode report_stats runs every iteration twice",
+        ),
         (
             {"compression": "none:outer=int8"},
             {},
@@ -148,7 +194,11 @@ def test_impossible_settings(settings: dict, message: str) -> None:
             "--dp-compression WEIGHTS compresses the distributed optimizer's",
         ),
         (TAGC, {"fp16": True}, "--fp16 changes the loss scale; tagc adds"),
-        (POWERSGD, {"calculate_per_token_loss": True}, "--calculate-per-token-loss divides gradients by"),
+        (
+            POWERSGD,
+            {"calculate_per_token_loss": True},
+            "--calculate-per-token-loss divides gradients by",
+        ),
         (TAGC, {"save": "x", "ckpt_format": "torch"}, "--ckpt-format torch_dist, not torch"),
     ],
 )
@@ -180,5 +230,7 @@ def test_pieces_of_a_bucket(nodes: int, local: int, pieces: int) -> None:
     world, two_hops = nodes * local, nodes > 1 and local > 1
     topology = SimpleNamespace(nodes=nodes, local=local, world_size=world, two_hops=two_hops)
     numel = 4 * 24 * 4096
-    bucket = SimpleNamespace(topology=topology, numel=numel, sharded=False, gradients=torch.empty(numel))
+    bucket = SimpleNamespace(
+        topology=topology, numel=numel, sharded=False, gradients=torch.empty(numel)
+    )
     assert len(CodecGradientSync(bucket, parse_codec("sdp4bit")).pieces) == pieces

@@ -29,7 +29,13 @@ def row(words: str, codec: str, times: tuple[float, float, float], **more) -> di
     """As bench_end_to_end.py writes it."""
     options = bench.parse(["--codecs", codec, *words.split()])
     flags = " ".join(map(str, bench._words(options, options.settings[0], options.flags)))
-    one = {"shape": options.shape, "regime": "pcie", "graphs": "none", "codec": codec, "ranks": options.ranks}
+    one = {
+        "shape": options.shape,
+        "regime": "pcie",
+        "graphs": "none",
+        "codec": codec,
+        "ranks": options.ranks,
+    }
     one |= dict(zip(("milliseconds", "least", "most"), times, strict=True))
     return one | {"flags": flags, "peak_memory": {"allocated": 2e9}} | more
 
@@ -57,8 +63,16 @@ def row(words: str, codec: str, times: tuple[float, float, float], **more) -> di
             "int8",
             ("EP 2", "16 experts of 4 layers of Qwen3-30B-A3B", "4 x 2048", "int8"),
         ),
-        ("--context-parallel 2 --seq-length 8192", "int8", ("CP 2", "8 layers of 4096", "4 x 8192", "int8")),
-        ("--shape thin --pipeline-parallel 2", "int8", ("PP 2", "2 layers of 2048", "4 x 2048", "int8")),
+        (
+            "--context-parallel 2 --seq-length 8192",
+            "int8",
+            ("CP 2", "8 layers of 4096", "4 x 8192", "int8"),
+        ),
+        (
+            "--shape thin --pipeline-parallel 2",
+            "int8",
+            ("PP 2", "2 layers of 2048", "4 x 2048", "int8"),
+        ),
     ],
 )
 def test_where_a_row_was_measured(words, codec, key) -> None:
@@ -69,7 +83,14 @@ def test_where_a_row_was_measured(words, codec, key) -> None:
     ]
     [one] = draw_readme.merged(draw_readme.measured(rows, **STAMP))
     assert (one["layout"], one["model"], one["batch"], one["codec"]) == key
-    assert [one[name] for name in draw_readme.TIMES] == ["41.0", "39.0", "44.0", "20.0", "19.0", "22.0"]
+    assert [one[name] for name in draw_readme.TIMES] == [
+        "41.0",
+        "39.0",
+        "44.0",
+        "20.0",
+        "19.0",
+        "22.0",
+    ]
     assert (one["speed"], one["low"], one["high"]) == ("2.05", "1.77", "2.32")
     assert one["memory"] == "2.0" and one["commit"] == "abc"
 
@@ -83,5 +104,7 @@ def test_a_newer_row_replaces_an_older_one(today) -> None:
     assert len(rows) == len({tuple(one[name] for name in draw_readme.KEY) for one in today + rows})
     page = "<!--=pcie;TP 2;eager;{};8 layers of 4096-->{}<!---->"
     assert draw_readme.filled(page.format("int8", "1.38"), rows) == page.format("int8", "2.00")
-    assert draw_readme.filled(page.format("int8/int6", ""), rows) == page.format("int8/int6", "2.00 - 3.00")
+    assert draw_readme.filled(page.format("int8/int6", ""), rows) == page.format(
+        "int8/int6", "2.00 - 3.00"
+    )
     assert draw_readme.filled(page.format("int2", ""), rows) == page.format("int2", "not measured")

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.compression.auto.estimate import SPEEDS, Cluster, Estimate, Group, main, parse_megatron
+from megatron.compression.auto.estimate import (
+    SPEEDS,
+    Cluster,
+    Estimate,
+    Group,
+    main,
+    parse_megatron,
+)
 from megatron.compression.auto.messages import MessageKind
 
 BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16
@@ -32,13 +39,21 @@ def made(gpus: int, link: str, flags: str) -> Estimate:
         (4, "pcie", "--tensor-model-parallel-size 4 --global-batch-size 16", "tensor-8bit", 1.60),
         (2, "pcie", "--tensor-model-parallel-size 2 --global-batch-size 16", "tensor-6bit", 1.46),
         (2, "nvlink", "--tensor-model-parallel-size 2 --global-batch-size 16", "tensor-8bit", 1.0),
-        (2, "ethernet", "--use-distributed-optimizer --global-batch-size 8", "gradients-4bit", 2.63),
+        (
+            2,
+            "ethernet",
+            "--use-distributed-optimizer --global-batch-size 8",
+            "gradients-4bit",
+            2.63,
+        ),
     ],
 )
 def test_speed_ups_are_near_what_was_measured(gpus, link, flags, recipe, measured):
     """docs/choosing.md's table, of the model that most of it was measured with: within a sixth."""
     found = made(gpus, link, flags)
-    seconds = next(one for text, (one, _), _ in found.rows(0.1, named=True) if text.endswith(recipe))
+    seconds = next(
+        one for text, (one, _), _ in found.rows(0.1, named=True) if text.endswith(recipe)
+    )
     assert found.uncompressed / seconds == pytest.approx(measured, rel=1 / 6)
 
 
@@ -48,32 +63,51 @@ def test_rows_are_recipes_and_what_auto_would_choose():
     assert rows["uncompressed"][0] == found.uncompressed
     six, eight = rows["--tp-compression tensor-6bit"], rows["--tp-compression tensor-8bit"]
     assert six[0] < eight[0] < found.uncompressed and (six[2], eight[2]) == (0.067, 0.006)
-    assert six[1] == eight[1] > rows["uncompressed"][1], "a host launches more where messages are compressed"
+    assert six[1] == eight[1] > rows["uncompressed"][1], (
+        "a host launches more where messages are compressed"
+    )
     text, ((seconds, _), loss) = list(rows)[-1], found.rows(0.1)[-1][1:]
     assert text == "within 0.1 %: --tp-compression tensor-6bit --dp-compression gradients-4bit"
     assert seconds < six[0] and loss == pytest.approx(0.097)
-    assert "within 0 %: --tp-compression lossless --dp-compression lossless" in found.rows(0.0)[-1][0]
+    assert (
+        "within 0 %: --tp-compression lossless --dp-compression lossless" in found.rows(0.0)[-1][0]
+    )
 
 
 def test_groups_lie_on_nodes_as_megatron_numbers_ranks():
     """Of 64 GPUs in nodes of 8 at TP 4, CP 2, PP 2: DP 4 with CP 2 has two ranks a node."""
-    layout = "--tensor-model-parallel-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    layout = (
+        "--tensor-model-parallel-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    )
     args = made(64, "nvlink", f"{layout} --global-batch-size 64").args
     cluster = Cluster(8, SPEEDS["nvlink"], SPEEDS["ethernet"])
 
     def group(dimension: str, operation: str = "all_reduce") -> tuple[int, int]:
-        found = Group.of(MessageKind(dimension, "", operation, (4,), torch.float32, 1), args, cluster)
+        found = Group.of(
+            MessageKind(dimension, "", operation, (4,), torch.float32, 1), args, cluster
+        )
         return found.ranks, found.local
 
     assert group("tensor_parallel") == (4, 4) and group("context_parallel") == (2, 2)
-    assert group("data_parallel", "gradients") == (8, 2) and group("pipeline_parallel", "exchange") == (2, 1)
+    assert group("data_parallel", "gradients") == (8, 2) and group(
+        "pipeline_parallel", "exchange"
+    ) == (2, 1)
 
 
 def test_table_and_picture(tmp_path: Path, capsys):
     """For up to 16,384 GPUs; with the flags as given."""
     pytest.importorskip("matplotlib")
     layout = "--tensor-model-parallel-size 4 --global-batch-size 4096 --tp-compression int4"
-    words = ["--gpus", "4096", "--inter", "12.5:20", "--plot", str(tmp_path / "p.svg"), "--", *BASE.split()]
+    words = [
+        "--gpus",
+        "4096",
+        "--inter",
+        "12.5:20",
+        "--plot",
+        str(tmp_path / "p.svg"),
+        "--",
+        *BASE.split(),
+    ]
     assert main([*words, *layout.split()]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("| predicted ") and "| the flags as given " in printed
@@ -85,7 +119,10 @@ def test_table_and_picture(tmp_path: Path, capsys):
     ("words", "line"),
     [
         ("--gpus 0", "--gpus 0 must be above 0"),
-        ("--inter fast", "--inter fast: give one of nvlink, pcie, ethernet, or GB/s and microseconds"),
+        (
+            "--inter fast",
+            "--inter fast: give one of nvlink, pcie, ethernet, or GB/s and microseconds",
+        ),
         ("--intra 0:3", "--intra 0:3: give one of"),
         ("--gpus 3 -- --tensor-model-parallel-size 2", "Megatron refuses these flags on 3 GPUs: "),
         ("-- --vocab-size 0", "--vocab-size is missing"),

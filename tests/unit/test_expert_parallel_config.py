@@ -36,7 +36,11 @@ def test_codecs(settings: dict, expected: tuple) -> None:
     ("flags", "megatron", "message"),
     [
         ("int8", {"num_experts": None}, "--ep-compression given, but the model has no experts"),
-        ("int8", {"moe_token_dispatcher_type": "flex"}, r"flex \(deepep\) sends tokens inside its kernels"),
+        (
+            "int8",
+            {"moe_token_dispatcher_type": "flex"},
+            r"flex \(deepep\) sends tokens inside its kernels",
+        ),
         ("int8:group=256", {"hidden_size": 128}, "encodes 256 values together, .* a token's 128"),
         ("int8", {"moe_latent_size": 64}, "a token's 64: use int8:group=64"),
         ("sdp4bit", {"moe_latent_size": 96}, "a token's 96: choose another codec"),

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from megatron.compression.data_parallel.checkpoint import KEY, GradientMemory
-from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync, ParameterSpan
+from megatron.compression.data_parallel.compressor import (
+    GradientBucket,
+    GradientSync,
+    ParameterSpan,
+)
 from megatron.compression.data_parallel.config import check_memory
 from megatron.compression.errors import CompressionConfigError
 from tests.unit.one_rank import config, one_rank  # noqa: F401
@@ -64,8 +68,18 @@ def test_the_same_layout_restores_every_tensor() -> None:
 @pytest.mark.parametrize(
     ("spec", "saved", "layout", "said"),
     [
-        ("tagc", "tagc", {"numel": 9}, "ranks, nodes, buckets or parameters: the memory of tagc starts"),
-        ("tagc", "tagc:bits=8", {}, "tagc:bits=8 saved its memory: the memory of tagc starts from zero"),
+        (
+            "tagc",
+            "tagc",
+            {"numel": 9},
+            "ranks, nodes, buckets or parameters: the memory of tagc starts",
+        ),
+        (
+            "tagc",
+            "tagc:bits=8",
+            {},
+            "tagc:bits=8 saved its memory: the memory of tagc starts from zero",
+        ),
         ("tagc", None, {}, "holds no memory of gradients: the memory of tagc starts from zero"),
         (None, "tagc", {}, "the memory that tagc saved is dropped"),
         (None, None, {}, None),
@@ -81,8 +95,13 @@ def test_another_layout_starts_from_zero(spec, saved, layout, said) -> None:
 
 def test_an_own_loop_is_refused_a_loss_by_the_token() -> None:
     """By the model's config: there are no flags."""
-    model, compressor = config(calculate_per_token_loss=True), SimpleNamespace(has_memory=True, name="tagc")
-    with pytest.raises(CompressionConfigError, match=r"--calculate-per-token-loss divides .* tagc adds"):
+    model, compressor = (
+        config(calculate_per_token_loss=True),
+        SimpleNamespace(has_memory=True, name="tagc"),
+    )
+    with pytest.raises(
+        CompressionConfigError, match=r"--calculate-per-token-loss divides .* tagc adds"
+    ):
         check_memory(compressor, model)
     check_memory(compressor, config())
     check_memory(SimpleNamespace(has_memory=False), model)

@@ -87,7 +87,13 @@ def test_the_meter_is_off_in_a_capture(graph) -> None:
     captured.capture_begin()
     assert not meter.due("fc1", "tp.forward", 9)
     captured.capture_end()
-    assert [meter.due("fc1", "tp.forward", iteration) for iteration in (0, 0, 1, 9, 9)] == [1, 0, 0, 1, 0]
+    assert [meter.due("fc1", "tp.forward", iteration) for iteration in (0, 0, 1, 9, 9)] == [
+        1,
+        0,
+        0,
+        1,
+        0,
+    ]
 
 
 class Wrapper:
@@ -102,7 +108,9 @@ class Wrapper:
         for stage in self.cuda_graph:
             self.cuda_graph[stage], self.curr_iteration[stage] = None, 0
 
-    def __call__(self, forward_only: bool, num_microbatches: int, force_all_reduce: bool = False) -> str:
+    def __call__(
+        self, forward_only: bool, num_microbatches: int, force_all_reduce: bool = False
+    ) -> str:
         stage = "validation" if forward_only else "training"
         done = "eager"
         if self.curr_iteration[stage] == self.cuda_graph_warmup_steps:
@@ -116,7 +124,15 @@ class Wrapper:
 
 
 def _training(
-    warm_up: int, iterations: int, monkeypatch, evaluate=(), bound=None, grows=99, saves=99, begins=0, **rule
+    warm_up: int,
+    iterations: int,
+    monkeypatch,
+    evaluate=(),
+    bound=None,
+    grows=99,
+    saves=99,
+    begins=0,
+    **rule,
 ) -> list[str]:
     """First letters of what each iteration did, an evaluation's after it in capitals. From ``grows`` on there
     are more micro-batches; in ``saves`` Megatron saves gradients, which are reduced in full for it. Errors
@@ -126,9 +142,13 @@ def _training(
     meter = ErrorMeter(bound, interval=4)
     rules = {"tp.forward": Rule(parse_codec("int6"), **rule)}
     policy = Policy(rules, ledger, lambda: now.iteration, meter=meter)
-    wrapper = type("Patched", (Wrapper,), {"__call__": Wrapper.__call__})  # each test patches its own
+    wrapper = type(
+        "Patched", (Wrapper,), {"__call__": Wrapper.__call__}
+    )  # each test patches its own
     monkeypatch.setattr(full_cuda_graph, "FullCudaGraphWrapper", wrapper)
-    loop.around_whole_iterations(graphs.WholeIterations(Run(policy, ledger), lambda line: None).one_pass)
+    loop.around_whole_iterations(
+        graphs.WholeIterations(Run(policy, ledger), lambda line: None).one_pass
+    )
     passes = wrapper(warm_up)
     done = []
     for now.iteration in range(iterations):
@@ -152,7 +172,10 @@ def _training(
         (dict(warm_up=0, start_iteration=5), "e c r r r e c r r r"),
         (dict(warm_up=2, grows=5), "e e c r r e e c r r"),
         (dict(warm_up=1, saves=4), "e c r r e e c r r r"),
-        (dict(warm_up=1, begins=4), "e c r r e c r r r r"),  # as after the comparison of --compression auto
+        (
+            dict(warm_up=1, begins=4),
+            "e c r r e c r r r r",
+        ),  # as after the comparison of --compression auto
         (dict(warm_up=1, start_iteration=5, evaluate=(1, 2, 3, 6, 7)), "e cE rC rR r e cE rC r r"),
         (dict(warm_up=1, bound=0.1), "e c r e c r r e e c"),  # measures, measures and decides
         (dict(warm_up=3, bound=0.1), "e e e e c r r e e e"),
@@ -167,7 +190,11 @@ def test_graphs_of_iterations_are_captured_again(settings, expected, monkeypatch
 
 
 START, BOUND = "--compression-start-iteration", ["--compression-error-bound", "0.1"]
-TP, CP, EP = ["--tp-compression", "int6"], ["--cp-compression", "int6"], ["--ep-compression", "int8"]
+TP, CP, EP = (
+    ["--tp-compression", "int6"],
+    ["--cp-compression", "int6"],
+    ["--ep-compression", "int8"],
+)
 PP, DP = ["--pp-compression", "tah-quant"], ["--dp-compression", "sdp4bit"]
 MOE = vars(experts()) | dict(cuda_graph_impl="local", tensor_model_parallel_size=1)
 FULL, TE = (dict(cuda_graph_impl=kind) for kind in ("full_iteration", "transformer_engine"))
@@ -180,7 +207,11 @@ SHARDED = dict(data_parallel_size=2, use_distributed_optimizer=True)
     [
         (TP, {}, None),
         ([*TP, "--tp-compression-overlap", "halves"], FULL, None),
-        (["--tp-compression-overlap", "halves"], {}, "halves calls the modules of two layers in turn"),
+        (
+            ["--tp-compression-overlap", "halves"],
+            {},
+            "halves calls the modules of two layers in turn",
+        ),
         (["--caat-net-sync-fraction", "0.5"], FULL, None),
         (["--caat-net-sync-fraction", "0.5"], {}, "computes weight gradients in"),
         ([*TP, START, "1"], FULL, None),
@@ -194,18 +225,34 @@ SHARDED = dict(data_parallel_size=2, use_distributed_optimizer=True)
         ([*TP, "--validate-uncompressed"], TE, None),
         (["--compression", "auto"], {}, None),
         (["--compression", "auto", START, "9"], SHARDED | dict(tensor_model_parallel_size=1), None),
-        ([*TP, *BOUND], FULL | dict(log_interval=1), "--log-interval 1 measures in every iteration"),
+        (
+            [*TP, *BOUND],
+            FULL | dict(log_interval=1),
+            "--log-interval 1 measures in every iteration",
+        ),
         (CP, dict(context_parallel_size=2), None),
         (EP, MOE, "captures the exchange of experts' tokens"),
-        (EP, MOE | dict(cuda_graph_modules=[CudaGraphModule.moe]), "cuda-graph-modules without moe"),
-        (EP, MOE | dict(cuda_graph_modules=[CudaGraphModule.attn, CudaGraphModule.moe_router]), None),
+        (
+            EP,
+            MOE | dict(cuda_graph_modules=[CudaGraphModule.moe]),
+            "cuda-graph-modules without moe",
+        ),
+        (
+            EP,
+            MOE | dict(cuda_graph_modules=[CudaGraphModule.attn, CudaGraphModule.moe_router]),
+            None,
+        ),
         (EP, MOE | FULL, "give --moe-pad-expert-input-to-capacity, or drop"),
         (EP, MOE | FULL | dict(moe_pad_expert_input_to_capacity=True), None),
         (PP, STAGES, None),
         (PP, STAGES | FULL, "--num-virtual-stages-per-pipeline-rank 2"),
         (PP, STAGES | FULL | dict(overlap_p2p_comm=True), None),
         (DP, SHARDED | FULL, None),
-        (DP, SHARDED | FULL | dict(overlap_param_gather=True), "drop --overlap-param-gather, or the weights"),
+        (
+            DP,
+            SHARDED | FULL | dict(overlap_param_gather=True),
+            "drop --overlap-param-gather, or the weights",
+        ),
         (["--dp-compression", "tagc"], SHARDED | FULL, "tagc may keep a state"),
     ],
     ids=str,
@@ -235,7 +282,9 @@ def test_what_is_measured_is_said() -> None:
 def test_gradients_that_a_replay_adds_are_waited_for(monkeypatch) -> None:
     """Those of graphs of layers, once an event, before a bucket is reduced compressed."""
     waited = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append)
+    )
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
     for parameter in parameters[:2]:
         parameter._cudagraph_wgrad_ready_event = "replayed"
@@ -249,7 +298,9 @@ def test_graphs_are_freed_before_process_groups(graph, monkeypatch) -> None:
     """Whoever destroys them and however the run ends; those of one group alone end no run."""
     done = []
     monkeypatch.setattr(graph, "reset", lambda self: done.append("reset"))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group=None: done.append(group))
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda group=None: done.append(group)
+    )
     Ledger()
     kept = [graph() for _ in range(2)]
     for captured in kept:

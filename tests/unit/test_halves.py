@@ -57,7 +57,9 @@ class _Weights(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.first, self.second = (
-            torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH)
+            torch.nn.Parameter(
+                torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
+            )
             for _ in range(2)
         )
         self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
@@ -67,7 +69,9 @@ def _run() -> tuple[list[str], list[str]]:
     """What is logged forward and backward."""
     log: list[str] = []
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(3, 1, WIDTH, generator=generator).double().requires_grad_() for _ in range(2)]
+    inputs = [
+        torch.randn(3, 1, WIDTH, generator=generator).double().requires_grad_() for _ in range(2)
+    ]
     weights = [_Weights(seed) for seed in (1, 2)]
     mlps = [
         _Mlp(name + half, log, of_block)
@@ -105,7 +109,10 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     [
         ({"micro_batch_size": 1}, "--micro-batch-size 1 has no two halves; give 2 or more"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local: layers of transformer_e"),
+        (
+            {"transformer_impl": "transformer_engine"},
+            "--transformer-impl local: layers of transformer_e",
+        ),
         ({"num_experts": 8}, "--num-experts routes"),
         ({"multi_latent_attention": True}, "--multi-latent-attention has"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
@@ -118,7 +125,9 @@ def test_refusals(megatron: dict, reason: str) -> None:
     with pytest.raises(CompressionConfigError, match=reason) as error:
         resolve(parsed(*HALVES, **megatron))
     assert "\n" not in str(error.value) and HALVES[-1] in str(error.value)
-    with pytest.raises(CompressionConfigError, match=r"--caat-net-sync-fraction 0\.5 has layers that"):
+    with pytest.raises(
+        CompressionConfigError, match=r"--caat-net-sync-fraction 0\.5 has layers that"
+    ):
         resolve(parsed(*HALVES, "--caat-net-sync-fraction", "0.5"))
 
 

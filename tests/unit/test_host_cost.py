@@ -78,7 +78,9 @@ class Ranks:
 
 def site_of(ranks: int) -> CommSite:
     ledger = Ledger()
-    return CommSite("layer", Ranks(ranks), Run(Policy({"tp.forward": Rule(OneOperation())}, ledger), ledger))
+    return CommSite(
+        "layer", Ranks(ranks), Run(Policy({"tp.forward": Rule(OneOperation())}, ledger), ledger)
+    )
 
 
 def reduced(site: CommSite, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +133,9 @@ def test_a_backward_makes_no_placeholder_anew() -> None:
     loss = mlp_loss(x, first, second, [], None)
     with Operations() as operations:
         loss.backward()
-    made = {name: count for name, count in operations.seen.items() if "zero" in name or "fill" in name}
+    made = {
+        name: count for name, count in operations.seen.items() if "zero" in name or "fill" in name
+    }
     assert not made, made
 
 

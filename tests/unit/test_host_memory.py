@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from megatron.compression.communication import host_memory
-from megatron.compression.communication.host_memory import SLOTS, CopyEngines, DeviceBytes, HostMemory
+from megatron.compression.communication.host_memory import (
+    SLOTS,
+    CopyEngines,
+    DeviceBytes,
+    HostMemory,
+)
 from taco_kernels.common.graph_events import GraphObserver
 
 PATTERN = random.Random(0).randbytes(1 << 16)
@@ -35,7 +40,9 @@ class Driver:
 
     def __init__(self) -> None:
         self.ends: dict[int, list[Node]] = {stream: [] for stream in range(1, 7)}
-        self.captured: dict[int, list[Node]] = {}  # of the streams that are in the capture, their ends
+        self.captured: dict[
+            int, list[Node]
+        ] = {}  # of the streams that are in the capture, their ends
         self.graph: Graph | None = None
         self.events: list[tuple[Graph | None, list[Node]]] = []
         self.nodes: list[Node] = []
@@ -54,7 +61,9 @@ class Driver:
 
     def cuEventRecord(self, event: int, stream: int) -> int:
         inside = stream in self.captured
-        self.events[event - 1] = (self.graph, self.captured[stream]) if inside else (None, self.ends[stream])
+        self.events[event - 1] = (
+            (self.graph, self.captured[stream]) if inside else (None, self.ends[stream])
+        )
         return 0
 
     def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> int:
@@ -62,13 +71,17 @@ class Driver:
         inside = stream in self.captured
         if inside if graph is None else not graph.active:
             return 905  # CUDA_ERROR_STREAM_CAPTURE_ISOLATION, or an event of a capture that is over
-        ends = self.ends if graph is None else self.captured  # an event of a capture draws the stream into it
+        ends = (
+            self.ends if graph is None else self.captured
+        )  # an event of a capture draws the stream into it
         ends[stream] = [*dict.fromkeys(ends.get(stream, []) + nodes)]
         return 0
 
     def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, equal: int) -> int:
         word = ctypes.c_uint32.from_address(address)
-        return self.launch(stream, ready=lambda: word.value == value if equal else word.value >= value)
+        return self.launch(
+            stream, ready=lambda: word.value == value if equal else word.value >= value
+        )
 
     def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
         word = ctypes.c_uint32.from_address(address)
@@ -99,7 +112,9 @@ class Driver:
         """After the stream's earlier work and the graph's own earlier replay, as CUDA does."""
         before, copies = [*self.ends[self.current], *graph.ends], {}
         for node in graph.nodes:
-            copies[node] = copy = Node([copies[one] for one in node.after] or before, node.run, node.ready)
+            copies[node] = copy = Node(
+                [copies[one] for one in node.after] or before, node.run, node.ready
+            )
             copy.replay = number
         end = Node([*copies.values(), *before], lambda replay: None, lambda: True)
         self.nodes += [*copies.values(), end]
@@ -147,7 +162,8 @@ class Rank:
                 assert into[:-1] == PATTERN[start : start + len(into) - 1], (number, replay, peer)
 
         parts = (
-            [DeviceBytes(ctypes.addressof(one), len(one) - 1) for one in ones] for ones in (sends, receives)
+            [DeviceBytes(ctypes.addressof(one), len(one) - 1) for one in ones]
+            for ones in (sends, receives)
         )
         driver.launch(driver.current, fill)
         handle = self.memory.exchange(*parts, None)
@@ -243,7 +259,10 @@ def launch(rank: Rank, seed: int, count: int) -> None:
         elif what == "wait" and waits:
             waits.pop(choose.randrange(len(waits)))()
         elif what in ("capture", "fail") or number == 0:
-            starts = [(choose.choice((CAPTURING, FORKED)), choose.random() < 0.5, start()) for _ in range(3)]
+            starts = [
+                (choose.choice((CAPTURING, FORKED)), choose.random() < 0.5, start())
+                for _ in range(3)
+            ]
             graph = rank.capture(what == "fail", starts)
             if what != "fail":
                 graphs.append(graph)
@@ -287,7 +306,9 @@ def test_a_capture_may_wait_for_an_exchange_that_was_launched_before(ranks) -> N
     assert run_all(group, random.Random(0)) and arrived == [True, True]
 
 
-def test_after_an_exchange_that_broke_off_nobody_goes_on(ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_exchange_that_broke_off_nobody_goes_on(
+    ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rather than to take one exchange's bytes for the next one's."""
     group, _ = ranks(2)
     sizes, copies, whole = [[0, 1000], [1000, 0]], iter([0, 0]), Driver.cuMemcpyDtoHAsync_v2

@@ -44,7 +44,8 @@ def asked(transformer_impl: str, **more) -> Namespace:
 
 
 needs_none_installed = pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+    importlib.util.find_spec("transformer_engine") is not None,
+    reason="Transformer Engine is installed",
 )
 
 
@@ -53,7 +54,9 @@ def test_where_it_works_it_is_the_default(machine) -> None:
     assert machine(WHOLE) == Engine(version="2.20.2")
     check_implementation(asked("transformer_engine"))
     assert describe(asked("transformer_engine"), []) == "layers: Transformer Engine 2.20.2"
-    assert describe(asked("local"), ["--transformer-impl=local"]).endswith("(--transformer-impl local)")
+    assert describe(asked("local"), ["--transformer-impl=local"]).endswith(
+        "(--transformer-impl local)"
+    )
     contradiction = asked("transformer_engine", attention_backend=AttnBackend.local)
     with pytest.raises(InputError, match="--attention-backend local is of the local layers: add"):
         check_implementation(contradiction)
@@ -78,7 +81,10 @@ def test_broken(machine) -> None:
     with pytest.raises(ImportError):
         import transformer_engine  # noqa: F401
     said = "cannot be imported (OSError: libcudnn.so.9: gone)"
-    assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {said}; {SET_UP})"
+    assert (
+        describe(asked("local"), [])
+        == f"layers: torch-native (Transformer Engine {said}; {SET_UP})"
+    )
     with pytest.raises(InputError) as refused:
         check_implementation(asked("transformer_engine"))
     assert f"needs Transformer Engine, which {said}: run {SET_UP}, or use" in str(refused.value)

@@ -12,11 +12,19 @@ COMPRESSION = "megatron.compression"
 DIMENSIONS = tuple(
     f"{COMPRESSION}.{name}"
     for name in (
-        *("tensor_parallel", "data_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"),
+        *(
+            "tensor_parallel",
+            "data_parallel",
+            "pipeline_parallel",
+            "expert_parallel",
+            "context_parallel",
+        ),
         *("caat_net", "tagc", "torch_native", "transformer_engine", "fsdp2"),
     )
 )
-ABOVE = tuple(f"{COMPRESSION}.{name}" for name in ("setup", "compression", "startup", "flags", "auto"))
+ABOVE = tuple(
+    f"{COMPRESSION}.{name}" for name in ("setup", "compression", "startup", "flags", "auto")
+)
 
 
 def _modules() -> dict[str, ast.Module]:
@@ -92,7 +100,9 @@ def test_dependencies_point_downwards(who: tuple[str, ...], not_this: tuple[str,
     """Also inside functions."""
     members = [name for name in MODULES if _under(name, who)]
     assert members
-    found = {name: sorted(one for one in imports_of(name) if _under(one, not_this)) for name in members}
+    found = {
+        name: sorted(one for one in imports_of(name) if _under(one, not_this)) for name in members
+    }
     assert {name: upwards for name, upwards in found.items() if upwards} == {}
 
 

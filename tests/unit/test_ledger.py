@@ -88,7 +88,9 @@ def test_a_call_that_an_own_loop_leaves_out_is_named(monkeypatch) -> None:
     compression = Compression(CompressionConfig(data_parallel=settings, start_iteration=1))
     with torch.no_grad():
         compression.refuse_missing_calls()
-    with pytest.raises(CompressionConfigError, match=r"call compression.attach_wrapped\(chunks\) after"):
+    with pytest.raises(
+        CompressionConfigError, match=r"call compression.attach_wrapped\(chunks\) after"
+    ):
         compression.refuse_missing_calls()
     compression.attach_wrapped([])
     compression.refuse_missing_calls()
@@ -105,7 +107,9 @@ def test_lines_come_from_the_first_rank(rank: int, monkeypatch, capsys) -> None:
     """Where the loop gives nothing that prints them."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    compression = Compression(CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6")))
+    compression = Compression(
+        CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6"))
+    )
     compression.ledger.record("tp.forward", "small", "all_reduce", 1, 1)
     compression.step()
     assert ("min_mb" in capsys.readouterr().out) == (rank == 0)

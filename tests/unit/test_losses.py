@@ -30,7 +30,9 @@ class Trainings:
 
 
 def test_an_unknown_codec_is_refused_before_a_run(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["losses.py", "--data-parallel", "2", "--codecs", "none", "int8 int9"])
+    monkeypatch.setattr(
+        "sys.argv", ["losses.py", "--data-parallel", "2", "--codecs", "none", "int8 int9"]
+    )
     monkeypatch.setattr("os._exit", print)
     losses.parse_args()
     assert "error: --dp-compression WEIGHTS: codec 'int9' is unknown" in capsys.readouterr().err
@@ -46,13 +48,16 @@ def test_the_table_shows_loss_and_traffic() -> None:
     common = {"setting": "none", "seed": 1, "validation_loss": 4.0, "test_loss": 4.1}
     results = [common | {"bytes_per_iteration": {"pp.forward": plain, "pp.other": plain}}]
     sent = {"pp.forward": {"sent": 5e5, "uncompressed": 2e6}, "pp.backward": plain}
-    codec = {"setting": "int4 int6", "validation_loss": 4.1, "test_loss": 4.2, "bytes_per_iteration": sent}
+    codec = {
+        "setting": "int4 int6",
+        "validation_loss": 4.1,
+        "test_loss": 4.2,
+        "bytes_per_iteration": sent,
+    }
     results.append(common | codec)
     results.append(results[0] | {"seed": 2, "validation_loss": 3.92})
     text = losses.table(results, BASELINE)
-    columns = (
-        "| setting | seed | validation loss | against none | test loss | pp.forward MB | of uncompressed"
-    )
+    columns = "| setting | seed | validation loss | against none | test loss | pp.forward MB | of uncompressed"
     assert f"{columns} | pp.backward MB" in text
     assert "| int4 int6 | 1 | 4.1000 | +2.50% | 4.2000 | 0.500 | 0.250 | 2.000 | 1.000 |" in text
     assert "| none | 1 | 4.0000 | - | 4.1000 | 2.000 | 1.000 | 0.000 | 0.000 |" in text
@@ -60,7 +65,9 @@ def test_the_table_shows_loss_and_traffic() -> None:
     assert "A seed alone" not in losses.table(results[:2], BASELINE)
 
 
-def test_the_time_limit_leaves_the_rest_for_the_next_start(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_time_limit_leaves_the_rest_for_the_next_start(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
     """Two runs of 100 seconds fit into 250; the next start makes the other two and no more."""
     first = Trainings(monkeypatch)
     assert len(losses.train_missing(_runs(), first, tmp_path, time_limit=250)) == 2
@@ -81,4 +88,6 @@ def test_a_failed_run_ends_the_script_and_keeps_the_others(tmp_path: Path) -> No
     with pytest.raises(SystemExit) as ended:
         losses.train_missing(_runs(), train, tmp_path)
     assert ended.value.code == f"error: 'codec', logs in {tmp_path}: the codec run failed"
-    assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == ["none"]
+    assert [row["setting"] for row in json.loads((tmp_path / "results.json").read_text())] == [
+        "none"
+    ]

@@ -86,7 +86,9 @@ def test_weights_are_sent_themselves() -> None:
     generator = torch.Generator().manual_seed(2)
     for name, new in cases(2, 700, torch.bfloat16):
         old = torch.randn(2, 700, generator=generator).bfloat16()
-        payloads = torch.stack([LOSSLESS.encode_difference(*pair) for pair in zip(new, old, strict=True)])
+        payloads = torch.stack(
+            [LOSSLESS.encode_difference(*pair) for pair in zip(new, old, strict=True)]
+        )
         flags = [bool(LOSSLESS.overflow_flag(payload)) for payload in payloads]
         expected = torch.where(torch.tensor(flags)[:, None], torch.zeros_like(new), new)
         assert torch.equal(bits(LOSSLESS.add_decoded(payloads, old)), bits(expected)), name
@@ -102,7 +104,9 @@ def test_refusals() -> None:
         LOSSLESS.encode(torch.zeros(1, 128, dtype=torch.float16))
     for dimension in (TensorParallelConfig, PipelineParallelConfig, DataParallelConfig):
         config = dimension(compression="lossless")
-        with pytest.raises(CompressionConfigError, match=r"exponents of 8 bits, and fp16 has 5; use --bf16"):
+        with pytest.raises(
+            CompressionConfigError, match=r"exponents of 8 bits, and fp16 has 5; use --bf16"
+        ):
             config.check(parsed(bf16=False, fp16=True, use_distributed_optimizer=True))
         config.check(parsed(use_distributed_optimizer=True, main_params_dtype=None))
 

@@ -39,8 +39,14 @@ def test_flags_are_added_once(parser):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--DDP-impl local", "unrecognized arguments: --DDP-impl local"),  # removed from Megatron-LM
-        ("--tensor-model-parallel 2", "unrecognized arguments: --tensor-model-parallel 2; did you mean"),
+        (
+            "--DDP-impl local",
+            "unrecognized arguments: --DDP-impl local",
+        ),  # removed from Megatron-LM
+        (
+            "--tensor-model-parallel 2",
+            "unrecognized arguments: --tensor-model-parallel 2; did you mean",
+        ),
         ("--normalization BatchNorm", "argument --normalization: invalid choice: 'BatchNorm'"),
         ("--num-layers many", "argument --num-layers: invalid int value: 'many'"),
         ("--lr", "argument --lr: expected one argument"),
@@ -60,7 +66,9 @@ def test_help_shows_megatrons_flags_and_ours(parser, capsys):
         assert flag in text
 
 
-@pytest.mark.parametrize("flags", ["--taco", "--tp-compression none int8", "--compression auto", ""])
+@pytest.mark.parametrize(
+    "flags", ["--taco", "--tp-compression none int8", "--compression auto", ""]
+)
 def test_user_buffers_are_off_with_compression(parser, monkeypatch, flags) -> None:
     """In the arguments and in the config that is built of them, with a line; without a codec they stay."""
     words = """--transformer-impl transformer_engine --tensor-model-parallel-size 2 --sequence-parallel
@@ -75,7 +83,14 @@ def test_user_buffers_are_off_with_compression(parser, monkeypatch, flags) -> No
     lines = setup._log._kept
     config = core_transformer_config_from_args(args)
     kept = not flags
-    assert [line for line in lines if line.startswith("--tp-comm-overlap is switched off")] == lines[1:]
+    assert [
+        line for line in lines if line.startswith("--tp-comm-overlap is switched off")
+    ] == lines[1:]
     assert len(lines[1:]) == (not kept)
-    for name in ("tp_comm_overlap", "tp_comm_overlap_rs_dgrad", "tp_comm_overlap_ag", "tp_comm_bulk_wgrad"):
+    for name in (
+        "tp_comm_overlap",
+        "tp_comm_overlap_rs_dgrad",
+        "tp_comm_overlap_ag",
+        "tp_comm_bulk_wgrad",
+    ):
         assert getattr(args, name) == getattr(config, name) == kept, name

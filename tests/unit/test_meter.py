@@ -123,6 +123,9 @@ def test_measures_once_before_each_log_line() -> None:
     forget = errors.kept()
     (once,) = errors.rows()
     errors.measure(*SITE, _values(1, GROUP, seed=1), _codec("int4"))
-    assert errors.rows()[0]["samples"] == 2 and errors.rows()[0]["relative_error"] > once["relative_error"]
+    assert (
+        errors.rows()[0]["samples"] == 2
+        and errors.rows()[0]["relative_error"] > once["relative_error"]
+    )
     forget()
     assert errors.rows() == [once]

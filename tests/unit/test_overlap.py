@@ -49,7 +49,9 @@ def mlp_loss(x, first, second, log, deferred, exchanges: int = 2) -> torch.Tenso
 def leaves() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = (6, 2, 8), (12, 8), (8, 12)
-    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
 
 
 def note_weight_gradients(log: list[str], monkeypatch) -> None:
@@ -96,7 +98,9 @@ def test_frozen_weights_and_inputs() -> None:
     x, first, second = leaves()
     row = torch.nn.Module()
     row.weight = torch.nn.Parameter(second.detach().clone(), requires_grad=False)
-    mlp_loss(x, first.requires_grad_(False), row.weight, log, DeferredWeightGradient(row)).backward()
+    mlp_loss(
+        x, first.requires_grad_(False), row.weight, log, DeferredWeightGradient(row)
+    ).backward()
     assert x.grad is not None and first.grad is None and row.weight.grad is None
     x, first, second = leaves()
     row.weight = torch.nn.Parameter(second.detach().clone())

@@ -58,7 +58,9 @@ def test_replace_refuses_what_another_patch_has_replaced() -> None:
 def test_patches_load_nothing_heavy() -> None:
     imports = "import sys; from megatron.compression.patches import communication, gaps, loop"
     code = f"{imports}; print({{'torch', 'megatron.core'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO
+    )
     assert done.stdout.strip() == "set()"
 
 
@@ -67,14 +69,19 @@ def test_patches_load_nothing_heavy() -> None:
     [
         (False, 1, [("dp.gradient", "all_reduce", 4000, 4)]),
         (True, 1, [("dp.gradient", "reduce_scatter", 4000, 4)]),
-        (True, 2, [("dp.gradient", "reduce_scatter", 4000, 2), ("dp.outer", "all_reduce", 2000, 2)]),
+        (
+            True,
+            2,
+            [("dp.gradient", "reduce_scatter", 4000, 2), ("dp.outer", "all_reduce", 2000, 2)],
+        ),
     ],
 )
 def test_gradient_bytes(distributed_optimizer, instances, expected) -> None:
     """One bucket of 4000 bytes over 4 data-parallel ranks."""
     group = SimpleNamespace(
         ddp_config=SimpleNamespace(
-            use_distributed_optimizer=distributed_optimizer, num_distributed_optimizer_instances=instances
+            use_distributed_optimizer=distributed_optimizer,
+            num_distributed_optimizer_instances=instances,
         ),
         buckets=[SimpleNamespace(grad_data=SimpleNamespace(nbytes=4000))],
         data_parallel_group=SimpleNamespace(size=lambda: 4),
@@ -100,9 +107,13 @@ def test_adam_is_fused_only_where_every_parameter_is_on_a_gpu() -> None:
     mixed = torch.optim.AdamW([here, there])
     assert not any(map(fuse, (mixed, OwnAdam([there]), torch.optim.SGD([there]), None)))
     assert mixed.param_groups[0]["fused"] is None
-    optimizer = torch.optim.AdamW([{"params": [there]}, {"params": [OnGpu(torch.ones(2))], "lr": 0.1}])
+    optimizer = torch.optim.AdamW(
+        [{"params": [there]}, {"params": [OnGpu(torch.ones(2))], "lr": 0.1}]
+    )
     assert fuse(optimizer) and [group["fused"] for group in optimizer.param_groups] == [True, True]
-    unfused = torch.optim.AdamW([{"params": [OnGpu(torch.ones(3))]}, {"params": [OnGpu(torch.ones(2))]}])
+    unfused = torch.optim.AdamW(
+        [{"params": [OnGpu(torch.ones(3))]}, {"params": [OnGpu(torch.ones(2))]}]
+    )
     optimizer.load_state_dict(unfused.state_dict())  # a checkpoint of before
     assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 

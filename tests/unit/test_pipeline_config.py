@@ -75,7 +75,10 @@ def test_normalized_channels_keep_what_tells_tokens_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     mean, apart = (torch.randn(shape, generator=generator) for shape in ((192,), (64, 4, 192)))
     x = 10 * mean + apart
-    for settings, least, most in (("hadamard=off", 0.75, 9.0), ("normalize=standardize", 0.0, 0.15)):
+    for settings, least, most in (
+        ("hadamard=off", 0.75, 9.0),
+        ("normalize=standardize", 0.0, 0.15),
+    ):
         codec = parse_codec(f"int4:group=64,{settings}")
         found = codec.decode(codec.encode(x[None]), x.shape, x.dtype)[0]
         assert least < float((found - x).norm() / apart.norm()) < most
@@ -84,7 +87,9 @@ def test_normalized_channels_keep_what_tells_tokens_apart() -> None:
 def test_sends_in_flight_are_waited_for_in_order() -> None:
     """The oldest one when there are too many; all at the end; payloads are alive until then."""
     waited = []
-    requests = [SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(5)]
+    requests = [
+        SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(5)
+    ]
     payloads = [torch.zeros(1) for _ in requests]
     alive = [weakref.ref(payload) for payload in payloads]
     sends = SendsInFlight(limit=2)
@@ -92,4 +97,8 @@ def test_sends_in_flight_are_waited_for_in_order() -> None:
         sends.add(Work(request, [payloads.pop(0)].clear))
     assert waited == [0, 1, 2] and [one() is not None for one in alive] == [False] * 3 + [True] * 2
     sends.flush()
-    assert waited == [0, 1, 2, 3, 4] and len(sends) == 0 and not any(one() is not None for one in alive)
+    assert (
+        waited == [0, 1, 2, 3, 4]
+        and len(sends) == 0
+        and not any(one() is not None for one in alive)
+    )

@@ -10,7 +10,9 @@ from megatron.compression.tensor_parallel.config import TensorParallelConfig
 LARGE = 2**21
 
 
-def _policy(now=lambda: 0, *, validate_uncompressed=False, bound=None, start=0, **settings) -> Policy:
+def _policy(
+    now=lambda: 0, *, validate_uncompressed=False, bound=None, start=0, **settings
+) -> Policy:
     config = TensorParallelConfig(**{"compression": "taco", "min_mb": 1.0, **settings})
     rules = {**config.rules(start), **DataParallelConfig(compression="int8").rules(start)}
     return Policy(rules, Ledger(), now, validate_uncompressed, bound or ErrorMeter())
@@ -53,7 +55,8 @@ def test_evaluations_concern_activations_alone(flag: bool) -> None:
 def test_codecs_by_site_and_layer() -> None:
     """The last part that names a site counts; without a codec of its own the first does; none is excluded."""
     policy = _policy(
-        compression="tensor-6bit;fc2=int5:group=64;@0-1,output=int8;fc2@1=none", backward="none;qkv=int4"
+        compression="tensor-6bit;fc2=int5:group=64;@0-1,output=int8;fc2@1=none",
+        backward="none;qkv=int4",
     )
 
     def name(site: str, layer, traffic="tp.forward") -> str | None:
@@ -64,11 +67,17 @@ def test_codecs_by_site_and_layer() -> None:
     fc2, proj = "decoder.layers.{}.mlp.linear_fc2", "decoder.layers.{}.self_attention.linear_proj"
     assert [name(fc2.format(n), n) for n in range(3)] == ["int8", None, "int5:group=64"]
     assert [name(proj.format(n), n) for n in range(3)] == ["int8", "int8", "int6:outliers=on"]
-    assert name("output_layer", "output") == "int8" and name("embedding", "embedding") == "int6:outliers=on"
+    assert (
+        name("output_layer", "output") == "int8"
+        and name("embedding", "embedding") == "int6:outliers=on"
+    )
     assert name(proj.format(0), 0, "tp.backward") is None
     for site in ("decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention"):
         assert name(site, 0, "tp.backward") == "int4"
-    assert _policy(compression="none;@3=int6").decide("tp.backward", LARGE, "x", 3).codec.name == "int6"
+    assert (
+        _policy(compression="none;@3=int6").decide("tp.backward", LARGE, "x", 3).codec.name
+        == "int6"
+    )
     every = TensorParallelConfig(compression="int6;fc1=lossless;@2=none").codecs
     assert {codec.name for codec in every} == {"int6", "lossless"}
 
@@ -95,7 +104,10 @@ SENT = [
         ({"compression": "int8;@2=int4", "layers": "0-1"}, ["--tp-compression @2=int4"]),
         ({"compression": "int8;fc2@0=int4; fc2=int6"}, ["--tp-compression fc2@0=int4"]),
         ({"compression": "int8;fc1=int4", "backward": "int8"}, ["--tp-compression fc1=int4"]),
-        ({"compression": "int8", "backward": "int8;fc2=int6"}, ["--tp-compression BACKWARD fc2=int6"]),
+        (
+            {"compression": "int8", "backward": "int8;fc2=int6"},
+            ["--tp-compression BACKWARD fc2=int6"],
+        ),
         ({"compression": "int8", "layers": "0, 7-8"}, ["--tp-compression-layers 7-8"]),
         ({"overlap": "halves"}, []),
     ],

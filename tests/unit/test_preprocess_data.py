@@ -67,11 +67,19 @@ def test_runs_that_start_together_make_it_once(tmp_path: Path, monkeypatch) -> N
             (tmp_path / file).touch()
 
     monkeypatch.setattr(_corpus, "write_corpus", lambda *_: slowly("corpus", "train.jsonl"))
-    monkeypatch.setattr(_corpus, "write_tokenizer", lambda *_: slowly("tokenizer", "tokenizer.model"))
+    monkeypatch.setattr(
+        _corpus, "write_tokenizer", lambda *_: slowly("tokenizer", "tokenizer.model")
+    )
     index = "_text_document.idx"
-    monkeypatch.setattr(_corpus.subprocess, "run", lambda w, check: slowly("index", Path(w[6]).name + index))
+    monkeypatch.setattr(
+        _corpus.subprocess, "run", lambda w, check: slowly("index", Path(w[6]).name + index)
+    )
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda _: _corpus.prepare(tmp_path, "stdlib", 1, 512, ("train", "valid")), range(2)))
+        list(
+            pool.map(
+                lambda _: _corpus.prepare(tmp_path, "stdlib", 1, 512, ("train", "valid")), range(2)
+            )
+        )
     assert made == ["corpus", "tokenizer", "index", "index"]
 
 
@@ -103,7 +111,9 @@ def test_the_tokenizer_gives_back_source_code(corpus, tmp_path, kind):
     flags = ["--tokenizer-type", kind, "--tokenizer-model", model, "--append-eod", "--workers", 2]
     assert preprocess("--input", data, "--output-prefix", tmp_path / "out", *flags) == 0
     documents = read_back(tmp_path / "out_text_document")
-    assert all(document[-1] == processor.eos_id() and min(document[:-1]) > 3 for document in documents)
+    assert all(
+        document[-1] == processor.eos_id() and min(document[:-1]) > 3 for document in documents
+    )
     assert [processor.decode_ids(document[:-1]) for document in documents] == texts
     assert len(texts[-1].encode()) / len(documents[-1]) > 1.8
 
@@ -112,7 +122,9 @@ def test_the_tokenizer_gives_back_source_code(corpus, tmp_path, kind):
 def test_documents_keep_their_order(tmp_path, workers):
     """Files as given, patterns sorted, lines in order whoever tokenizes them."""
     generator = np.random.default_rng(0)
-    documents = [generator.integers(0, EOD, size).tolist() for size in generator.integers(1, 41, 300)]
+    documents = [
+        generator.integers(0, EOD, size).tolist() for size in generator.integers(1, 41, 300)
+    ]
     lines = [{"text": " ".join(map(str, document))} for document in documents]
     for name, part in (("z", lines[:100]), ("a", lines[100:150]), ("b", lines[150:])):
         write_jsonl(tmp_path / f"{name}.jsonl", part)
@@ -123,8 +135,18 @@ def test_documents_keep_their_order(tmp_path, workers):
 
 def test_each_key_gets_its_dataset_without_empty_texts(tmp_path):
     data = tmp_path / "a.jsonl"
-    data.write_bytes(b'\xef\xbb\xbf{"title": "7", "body": "1 2"}\r\n  \n{"title": "8", "body": "", "x": 3}')
-    flags = ["--input", data, "--json-keys", "title", "body", "--output-prefix", tmp_path / "deep" / "out"]
+    data.write_bytes(
+        b'\xef\xbb\xbf{"title": "7", "body": "1 2"}\r\n  \n{"title": "8", "body": "", "x": 3}'
+    )
+    flags = [
+        "--input",
+        data,
+        "--json-keys",
+        "title",
+        "body",
+        "--output-prefix",
+        tmp_path / "deep" / "out",
+    ]
     assert preprocess(*flags, *NULL) == 0
     assert read_back(tmp_path / "deep" / "out_title_document") == [[7], [8]]
     assert read_back(tmp_path / "deep" / "out_body_document") == [[1, 2]]
@@ -134,7 +156,10 @@ def test_each_key_gets_its_dataset_without_empty_texts(tmp_path):
     ("line", "message"),
     [
         (b'{"text": "1', "JSONDecodeError"),
-        (b'{"body": "1", "id": 3}', "KeyError: 'text'; give JSON objects with text under text (--json-keys)"),
+        (
+            b'{"body": "1", "id": 3}',
+            "KeyError: 'text'; give JSON objects with text under text (--json-keys)",
+        ),
         (b'{"text": "\xff"}', "UnicodeDecodeError"),
         (b'{"text": "1000"}', "a token is not below the vocabulary's size 1000"),
     ],
@@ -157,8 +182,14 @@ def test_a_bad_line_is_named_and_leaves_no_dataset(tmp_path, capsys, line, messa
     [
         (["--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
         (["--input", "DIR/blank.jsonl"], "no text for DIR/out_text_document; see --json-keys"),
-        (["--tokenizer-type", "SentencePieceTokenizer"], "SentencePieceTokenizer: the tokenizer cannot be"),
-        (["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "DIR/blank.jsonl"], "cannot be built"),
+        (
+            ["--tokenizer-type", "SentencePieceTokenizer"],
+            "SentencePieceTokenizer: the tokenizer cannot be",
+        ),
+        (
+            ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "DIR/blank.jsonl"],
+            "cannot be built",
+        ),
     ],
 )
 def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):

@@ -49,10 +49,18 @@ def parser() -> argparse.ArgumentParser:
 
 def config_of(model: DenseModel) -> dict:
     """The config.json of a model, as of transformers 4."""
-    config = {"model_type": model.family, "hidden_size": model.hidden, "intermediate_size": model.ffn}
+    config = {
+        "model_type": model.family,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+    }
     config |= {"num_hidden_layers": model.layers, "num_attention_heads": model.heads}
     config |= {"num_key_value_heads": model.groups, "max_position_embeddings": model.positions}
-    config |= {"rms_norm_eps": model.norm_epsilon, "vocab_size": model.vocabulary, "hidden_act": "silu"}
+    config |= {
+        "rms_norm_eps": model.norm_epsilon,
+        "vocab_size": model.vocabulary,
+        "hidden_act": "silu",
+    }
     config |= {"rope_theta": model.rotary_base, "tie_word_embeddings": model.tied}
     if model.family != "qwen2":
         config["head_dim"] = model.head_dim
@@ -79,7 +87,10 @@ def test_flags_and_config_describe_the_same_model(name, parser, tmp_path) -> Non
     assert (args.kv_channels or model.hidden // model.heads) == model.head_dim
     assert args.padded_vocab_size == args.vocab_size == model.vocabulary
     assert args.untie_embeddings_and_output_weights != model.tied
-    assert (args.add_qkv_bias, args.qk_layernorm) == (model.family == "qwen2", model.family == "qwen3")
+    assert (args.add_qkv_bias, args.qk_layernorm) == (
+        model.family == "qwen2",
+        model.family == "qwen3",
+    )
     assert args.num_experts == (model.experts or None) and not args.use_rope_scaling
     if not model.experts:
         (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
@@ -87,7 +98,15 @@ def test_flags_and_config_describe_the_same_model(name, parser, tmp_path) -> Non
 
 
 def test_the_users_flags_win(parser) -> None:
-    given = ["--qwen-model", "3-8b", "--num-layers", "4", "--hidden-dropout=0.1", "--kv-channels", "64"]
+    given = [
+        "--qwen-model",
+        "3-8b",
+        "--num-layers",
+        "4",
+        "--hidden-dropout=0.1",
+        "--kv-channels",
+        "64",
+    ]
     expanded, added = expand(given)
     assert not {"--num-layers", "--hidden-dropout", "--kv-channels"} & set(added)
     assert expanded == added + given
@@ -147,7 +166,10 @@ def test_llama_3_1_is_a_folder() -> None:
 
 
 def test_missing_files_and_other_tensors_are_named(tmp_path) -> None:
-    model, chunk = model_from_config(config_of(MODELS["3-8b"]) | {"model_type": "llama"}), torch.nn.Module()
+    model, chunk = (
+        model_from_config(config_of(MODELS["3-8b"]) | {"model_type": "llama"}),
+        torch.nn.Module(),
+    )
     with pytest.raises(InputError, match=weights.SINGLE):
         weights.read(chunk, model, tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE)

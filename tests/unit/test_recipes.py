@@ -11,7 +11,13 @@ from megatron.compression.flags import resolve
 from tests.unit.megatron_args import EXPERTS, parsed
 
 ACCURACY = (Path(__file__).parents[2] / "docs" / "results" / "accuracy.md").read_text()
-TENSOR = ("int6-quadratic", "int8-nearest", "int6655-quadratic", "int5655-quadratic", "int5-quadratic")
+TENSOR = (
+    "int6-quadratic",
+    "int8-nearest",
+    "int6655-quadratic",
+    "int5655-quadratic",
+    "int5-quadratic",
+)
 
 
 def rows() -> list[tuple[str, float, str]]:
@@ -26,9 +32,13 @@ def rows() -> list[tuple[str, float, str]]:
         "context_parallel": ("int6", "int8"),
     }.items():
         for one, spec in zip(RECIPES[dimension], specs, strict=False):
-            found.append((one.name, one.loss, rf"^\| `{FLAGS[dimension]} {spec}`.*?\| \+([\d.]+) [±|]"))
+            found.append(
+                (one.name, one.loss, rf"^\| `{FLAGS[dimension]} {spec}`.*?\| \+([\d.]+) [±|]")
+            )
     row = r"^\| `--ep-compression {}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
-    return found + [(one.name, one.loss, row.format(one.name)) for one in RECIPES["expert_parallel"]]
+    return found + [
+        (one.name, one.loss, row.format(one.name)) for one in RECIPES["expert_parallel"]
+    ]
 
 
 @pytest.mark.parametrize(("name", "loss", "row"), rows())
@@ -38,7 +48,13 @@ def test_costs_are_those_of_the_results(name: str, loss: float, row: str) -> Non
 
 def test_five_recipes_have_names() -> None:
     """Each name's specs parse, and no two recipes of a dimension are alike."""
-    assert set(NAMED) == {"tensor-6bit", "tensor-8bit", "pipeline-6bit", "experts-8bit", "gradients-4bit"}
+    assert set(NAMED) == {
+        "tensor-6bit",
+        "tensor-8bit",
+        "pipeline-6bit",
+        "experts-8bit",
+        "gradients-4bit",
+    }
     assert all(recipe.loss <= 0.1 for _, recipe in NAMED.values())
     for known in RECIPES.values():
         assert len({one.name for one in known}) == len(known)
@@ -53,7 +69,10 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
     dimension, recipe = NAMED[name]
     flag = FLAGS[dimension]
     config = getattr(resolve(parsed(flag, name, **EXPERTS)), dimension)
-    assert config.compression == recipe.compression and getattr(config, "backward", None) == recipe.backward
+    assert (
+        config.compression == recipe.compression
+        and getattr(config, "backward", None) == recipe.backward
+    )
     if dimension == "tensor_parallel":
         config = resolve(parsed(flag, f"{name};fc2=tensor-8bit;@0=int8")).tensor_parallel
         assert config.compression == f"{recipe.compression};fc2=int8:outliers=on;@0=int8"
@@ -64,11 +83,17 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--tp-compression auto", "auto: give the recipe tensor-6bit or tensor-8bit, or let the run"),
+        (
+            "--tp-compression auto",
+            "auto: give the recipe tensor-6bit or tensor-8bit, or let the run",
+        ),
         ("--pp-compression auto", "give the recipe pipeline-6bit, or let the run"),
         ("--cp-compression auto", "give a codec such as int8, or let the run"),
         ("--tp-compression pipeline-6bit", "--pp-compression; --tp-compression has tensor-6bit"),
-        ("--cp-compression tensor-8bit", "--cp-compression tensor-8bit: that recipe belongs to --tp-comp"),
+        (
+            "--cp-compression tensor-8bit",
+            "--cp-compression tensor-8bit: that recipe belongs to --tp-comp",
+        ),
         ("--tp-compression int8;fc2=gradients-4bit", "that recipe belongs to --dp-compression"),
         ("--pp-compression int8 pipeline-6bit", "stands for both codecs"),
     ],

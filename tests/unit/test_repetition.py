@@ -30,7 +30,9 @@ class Loop:
         self._tracker, self._data = tracker, RerunDataIterator(iter(range(100)))
         monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", self.machine)
         name = "should_run_forward_backward"
-        monkeypatch.setattr(RerunStateMachine, name, getattr(RerunStateMachine, name))  # put back behind it
+        monkeypatch.setattr(
+            RerunStateMachine, name, getattr(RerunStateMachine, name)
+        )  # put back behind it
         loop.repeat_passes(self._begin, lambda: self.answers.pop(0))
 
     def _begin(self) -> None:
@@ -95,7 +97,11 @@ def test_steps_without_lossless_after_a_repeated_one(monkeypatch) -> None:
             off.append(0)
             assert overflow.state is State.OFF, "in the repeated pass"
             assert not repeats.end() and overflow.state is State.ASKED
-    assert off == [0, 8, 16, 0] and len(lines) == 3 and "the next 16 iterations are uncompressed" in lines[1]
+    assert (
+        off == [0, 8, 16, 0]
+        and len(lines) == 3
+        and "the next 16 iterations are uncompressed" in lines[1]
+    )
     assert [row["samples"] for row in run.policy.meter.rows()] == [1]
 
 
@@ -103,7 +109,10 @@ def test_flags_of_a_pass() -> None:
     """Whether any payload overflowed; short ones, stored as they are, do not."""
     codec = parse_codec("lossless")
     wild = torch.randn(2, 4096) * torch.exp2(60 * torch.rand(2, 4096))
-    for expected, tensors in ((False, [torch.randn(2, 4096), wild[:, :8]]), (True, [wild, wild[:, :8]])):
+    for expected, tensors in (
+        (False, [torch.randn(2, 4096), wild[:, :8]]),
+        (True, [wild, wild[:, :8]]),
+    ):
         overflow.begin()
         for x in tensors:
             assert encode(codec, x.bfloat16(), None)[0] is codec
@@ -113,7 +122,9 @@ def test_flags_of_a_pass() -> None:
 def test_where_lossless_is_off() -> None:
     """Between stages unless flags are noted; everywhere in a repeated pass but for updated weights."""
     lossless = parse_codec("lossless")
-    policy = Policy({one: Rule(lossless) for one in ("tp.forward", "pp.forward", "dp.weight")}, Ledger())
+    policy = Policy(
+        {one: Rule(lossless) for one in ("tp.forward", "pp.forward", "dp.weight")}, Ledger()
+    )
     wanted = {State.NOTED: [], State.ASKED: ["pp.forward"], State.OFF: ["tp.forward", "pp.forward"]}
     for overflow.state, off in wanted.items():
         assert [one for one in policy.rules if policy.decide(one).why == "overflow"] == off
@@ -129,7 +140,11 @@ def test_where_lossless_is_off() -> None:
         (["--dp-compression", "tagc", "--tp-compression", "lossless"], {}, "--dp-"),
         (["--tp-compression", "lossless"], dict(rerun_mode="disabled"), "--rerun-mode disabled"),
         (["--pp-compression", "lossless"], dict(num_experts=8), "--num-experts"),
-        (["--tp-compression", "lossless"], dict(fp8="e4m3", fp8_recipe="delayed"), "--fp8-recipe delayed"),
+        (
+            ["--tp-compression", "lossless"],
+            dict(fp8="e4m3", fp8_recipe="delayed"),
+            "--fp8-recipe delayed",
+        ),
     ],
 )
 def test_where_steps_cannot_be_repeated(words, megatron, reason) -> None:
@@ -146,9 +161,21 @@ def test_what_a_run_is_told() -> None:
     """Stages cannot ask each other, so they are refused; others wait; in CUDA graphs lossless is off."""
     lines, run = [], run_of()
     for words, megatron, said in (
-        (["--tp-compression", "lossless"], dict(rerun_mode="disabled"), "the host waits before each message"),
-        (["--tp-compression", "lossless"], dict(cuda_graph_impl="local"), "lossless is off: in a CUDA graph"),
-        (["--tp-compression", "int6;fc2=lossless"], dict(cuda_graph_impl="local"), "lossless is off"),
+        (
+            ["--tp-compression", "lossless"],
+            dict(rerun_mode="disabled"),
+            "the host waits before each message",
+        ),
+        (
+            ["--tp-compression", "lossless"],
+            dict(cuda_graph_impl="local"),
+            "lossless is off: in a CUDA graph",
+        ),
+        (
+            ["--tp-compression", "int6;fc2=lossless"],
+            dict(cuda_graph_impl="local"),
+            "lossless is off",
+        ),
     ):
         args = parsed(*words, rerun_mode="validate_results", fp8=None)
         run.policy.rules = (config := flags.resolve(args)).rules()
@@ -157,8 +184,14 @@ def test_what_a_run_is_told() -> None:
         assert said in lines.pop() and not lines
     overflow.state = State.ASKED
     args = parsed(
-        "--pp-compression", "lossless", pipeline_model_parallel_size=2, rerun_mode="disabled", fp8=None
+        "--pp-compression",
+        "lossless",
+        pipeline_model_parallel_size=2,
+        rerun_mode="disabled",
+        fp8=None,
     )
     run.policy.rules = (config := flags.resolve(args)).rules()
-    with pytest.raises(CompressionConfigError, match=r"--pp-compression lossless .*--rerun-mode disabled"):
+    with pytest.raises(
+        CompressionConfigError, match=r"--pp-compression lossless .*--rerun-mode disabled"
+    ):
         repetition.attach(args, config, run, lines.append)

@@ -26,7 +26,9 @@ def test_log_line_and_scalars() -> None:
     assert "tp.forward (MB): 0.500 of 1.000 |" in line
     assert "dp.gradient (MB): 2.000 |" in line
     assert "tensor-parallel ratio: 1.833 |" in line
-    assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION), "--train-samples"
+    assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION), (
+        "--train-samples"
+    )
     between = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
     line = log_line(3, 10, PER_ITERATION, between)
     assert "dp.gradient (MB): 2.000 | between nodes: 0.500 of 2.000 |" in line
@@ -45,7 +47,13 @@ def _report() -> dict:
     measured = {"relative_error": 0.03, "ordinary_error": 0.03, "peak": 9.0, "samples": 1}
     sites = [f"decoder.layers.{layer}.mlp.linear_fc2" for layer in range(3)]
     errors = [{"site": site, "traffic": "tp.forward", **measured} for site in sites]
-    return {"settings": {}, "world_size": 2, "history": history, "ledger_by_rank": [], "errors": errors}
+    return {
+        "settings": {},
+        "world_size": 2,
+        "history": history,
+        "ledger_by_rank": [],
+        "errors": errors,
+    }
 
 
 def test_report_files(tmp_path) -> None:
@@ -58,14 +66,19 @@ def test_report_files(tmp_path) -> None:
     assert report["summary"]["validation_loss"] == 4.5
     markdown = (tmp_path / "report.md").read_text()
     assert "| tp.forward | 0.500 | 1.000 | 2.000 |" in markdown
-    assert "| validation | 4.500000 | 4.500000 |" in markdown and "| test | - | 4.700000 |" in markdown
+    assert (
+        "| validation | 4.500000 | 4.500000 |" in markdown and "| test | - | 4.700000 |" in markdown
+    )
     assert "loss.png" in markdown and (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_history_of_a_resumed_run(tmp_path) -> None:
     """Where a resumed run repeated an iteration, its row counts; the order is by iteration."""
     rows = [{"iteration": i, "losses": {"lm loss": float(i)}} for i in (1, 2, 3)]
-    rows += [{"iteration": 3, "losses": {"lm loss": 30.0}}, {"iteration": 3, "split": "valid", "losses": {}}]
+    rows += [
+        {"iteration": 3, "losses": {"lm loss": 30.0}},
+        {"iteration": 3, "split": "valid", "losses": {}},
+    ]
     path = tmp_path / "history.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     history = read_history(path)
@@ -89,7 +102,9 @@ def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) 
     """At the start, in one line: below a file, or where nothing can be written."""
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(CompressionConfigError, match=r"cannot be written \(Not a directory\); name another"):
+    with pytest.raises(
+        CompressionConfigError, match=r"cannot be written \(Not a directory\); name another"
+    ):
         check_report_directory(str(file / "report"), resuming=False)
 
     def full(*args, **kwargs):
@@ -134,7 +149,10 @@ def _two_runs(tmp_path):
     """Report folders of a baseline and of a run that sends half of it in two thirds of the time."""
     for name, factor, milliseconds in (("baseline", 2.0, 30.0), ("run", 1.0, 20.0)):
         report = _report()
-        report["settings"] = {"seed": 1, "tensor_parallel": {"codec": "none" if factor > 1 else "int6"}}
+        report["settings"] = {
+            "seed": 1,
+            "tensor_parallel": {"codec": "none" if factor > 1 else "int6"},
+        }
         report["memory_by_rank"] = [{"resident": 100e6 * factor}]
         for row in report["history"]:
             row["losses"] = {"lm loss": row["losses"]["lm loss"] + (0.04 if name == "run" else 0)}
@@ -143,7 +161,9 @@ def _two_runs(tmp_path):
                 row["bytes_per_iteration"] = {
                     "tp.forward": {"compressed": {"sent": 1e6 * factor, "plain": 2e6}}
                 }
-        report["history"] += [row | {"iteration": 3} for row in report["history"][-1:] if name == "run"]
+        report["history"] += [
+            row | {"iteration": 3} for row in report["history"][-1:] if name == "run"
+        ]
         write_report(report, tmp_path / name)
     return tmp_path / "baseline", tmp_path / "run"
 
@@ -170,7 +190,9 @@ def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
     for name in ("loss.png", "time.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
     assert main([str(tmp_path), str(run)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path} holds no readable report.json; name")
+    assert capsys.readouterr().err.startswith(
+        f"error: {tmp_path} holds no readable report.json; name"
+    )
     (tmp_path / "report.json").write_text("[1]")
     for other in (tmp_path, baseline / "report.md"):
         assert main([str(other), str(run)]) == 2, "another JSON, a file"
@@ -179,7 +201,9 @@ def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
 
 def test_numbers_that_json_lacks(tmp_path) -> None:
     """A NaN loss and an infinite error are null in both files, and a later comparison reads them."""
-    report = _report() | {"settings": {"compression": {"tensor_parallel": {"codec": "int6"}}, "lr": None}}
+    report = _report() | {
+        "settings": {"compression": {"tensor_parallel": {"codec": "int6"}}, "lr": None}
+    }
     report["history"][-1]["losses"] = {"lm loss": float("nan")}
     report["errors"][0]["relative_error"] = float("inf")
     write_report(report, tmp_path)

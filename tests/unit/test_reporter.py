@@ -13,7 +13,12 @@ from tests.unit.one_rank import one_rank  # noqa: F401  (a fixture for every tes
 
 def _reporter(directory=None, ledger=None, **settings) -> Reporter:
     ledger = Ledger() if ledger is None else ledger
-    given = {"train_iters": lambda: None, "track": lambda *_: None, "small_hint": "", "clock": lambda: 0.0}
+    given = {
+        "train_iters": lambda: None,
+        "track": lambda *_: None,
+        "small_hint": "",
+        "clock": lambda: 0.0,
+    }
     settings = {"log_interval": 2, "settings": {}, **given, **settings}
     return Reporter(ledger, ErrorMeter(), directory=directory and str(directory), **settings)
 
@@ -29,7 +34,9 @@ def _rows(directory) -> list[dict]:
 def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
     """As on Megatron's line: over the iterations that were not skipped (which bring no loss)."""
     reporter = _reporter(tmp_path, log_interval=3)
-    for iteration, losses in enumerate([_loss(6.0), _loss(5.0), _loss(1.0), _loss(3.0), {}, _loss(4.0)], 1):
+    for iteration, losses in enumerate(
+        [_loss(6.0), _loss(5.0), _loss(1.0), _loss(3.0), {}, _loss(4.0)], 1
+    ):
         reporter.on_training_log(iteration, losses)
     assert [row["losses"]["lm loss"] for row in _rows(tmp_path)] == [4.0, 3.5]
 
@@ -58,8 +65,12 @@ def test_bytes_are_those_of_one_iteration(tmp_path) -> None:
         ledger.record("dp.gradient", "off", "all_reduce", 6, 6, "inter")
         reporter.on_training_log(iteration, {})
     first, second = _rows(tmp_path)
-    assert first["bytes_per_iteration"]["tp.forward"] == {"compressed": {"sent": 15.0, "plain": 40.0}}
-    assert second["bytes_per_iteration"]["tp.forward"] == {"compressed": {"sent": 35.0, "plain": 40.0}}
+    assert first["bytes_per_iteration"]["tp.forward"] == {
+        "compressed": {"sent": 15.0, "plain": 40.0}
+    }
+    assert second["bytes_per_iteration"]["tp.forward"] == {
+        "compressed": {"sent": 35.0, "plain": 40.0}
+    }
     assert second["bytes_between_nodes"] == {"dp.gradient": {"sent": 6.0, "plain": 6.0}}
     by_name, between = _by_name(_totals(ledger))
     assert by_name["tp.forward"]["compressed"] == {"sent": 100, "plain": 160}
@@ -102,4 +113,7 @@ def test_a_tracker_that_is_gone_does_not_end_the_run(capsys) -> None:
         reporter.ledger.record_uncompressed("tp.forward", "off", "all_reduce", 100, 2)
         reporter.on_training_log(iteration, {})
     printed = capsys.readouterr().out
-    assert printed.count("writing scalars failed (ConnectionError: tracking server); training goes on") == 1
+    assert (
+        printed.count("writing scalars failed (ConnectionError: tracking server); training goes on")
+        == 1
+    )

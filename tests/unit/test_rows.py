@@ -30,10 +30,14 @@ def test_addends_of_bf16_are_summed_in_fp32_in_the_order_of_the_ranks(spec: str 
     """Rounded to bf16 before they are added, or after each addition, they give another sum."""
     generator = torch.Generator().manual_seed(0)
     codec = parse_codec(spec) if spec else None
-    x = torch.randn(RANKS, OWN, WIDTH, generator=generator) * torch.tensor([1.0, 30.0, 0.1]).view(-1, 1, 1)
+    x = torch.randn(RANKS, OWN, WIDTH, generator=generator) * torch.tensor([1.0, 30.0, 0.1]).view(
+        -1, 1, 1
+    )
     x = x.bfloat16()
     sent = x.flatten(0, 1) if codec is None else codec.encode(x.flatten(0, 1))
-    addends = x.float() if codec is None else codec.decode(sent, (WIDTH,), torch.float32).view(x.shape)
+    addends = (
+        x.float() if codec is None else codec.decode(sent, (WIDTH,), torch.float32).view(x.shape)
+    )
     work = reduce_scatter_rows(torch.cat([x[0]] * RANKS), codec, Arrived(sent), [OWN] * RANKS)
     found, exact = work.wait(), ((addends[0] + addends[1]) + addends[2]).bfloat16()
     assert found.dtype == torch.bfloat16 and torch.equal(found, exact)

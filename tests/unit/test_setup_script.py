@@ -44,7 +44,9 @@ def made(script: Path, *stamps: str) -> Path:
     python.chmod(0o755)
     folder = f"{clone.resolve()}\n".encode()
     together = folder + b"".join((clone / name).read_bytes() for name in SET_UP_READS)
-    digest = subprocess.run(["sha256sum"], input=together, capture_output=True, check=True).stdout.split()[0]
+    digest = subprocess.run(
+        ["sha256sum"], input=together, capture_output=True, check=True
+    ).stdout.split()[0]
     for stamp in stamps:
         (venv / stamp).write_bytes(digest + b"\n")
     return venv
@@ -68,7 +70,9 @@ def no_python(tmp_path) -> str:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("dirname", "cat", "sha256sum", "cut", "bash", "sh"):
-        found = next(Path(folder) / name for folder in ("/usr/bin", "/bin") if (Path(folder) / name).exists())
+        found = next(
+            Path(folder) / name for folder in ("/usr/bin", "/bin") if (Path(folder) / name).exists()
+        )
         (tools / name).symlink_to(found)
     for name in ("python3", "python3.12", "python3.13"):
         interpreter(tools / name, (3, 11))

@@ -42,11 +42,27 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("function", "error", "line"),
         [
-            ("save_checkpoint_and_time", TypeError("not NoneType"), "a loss or a gradient is NaN or infini"),
-            ("build_pretraining_data_loader", AssertionError("no sample to cons"), "no sample to cons"),
+            (
+                "save_checkpoint_and_time",
+                TypeError("not NoneType"),
+                "a loss or a gradient is NaN or infini",
+            ),
+            (
+                "build_pretraining_data_loader",
+                AssertionError("no sample to cons"),
+                "no sample to cons",
+            ),
             ("validate_args", AssertionError("kv_channels"), "kv_channels"),
-            ("forward", ModuleNotFoundError("", name="emerging_x"), "emerging_x is not installed: pip"),
-            ("forward", RuntimeError("[tcp] Connection closed by peer"), "lost the connection to another"),
+            (
+                "forward",
+                ModuleNotFoundError("", name="emerging_x"),
+                "emerging_x is not installed: pip",
+            ),
+            (
+                "forward",
+                RuntimeError("[tcp] Connection closed by peer"),
+                "lost the connection to another",
+            ),
             ("forward", RuntimeError("Timed out waiting 60 ms"), "another rank did not answer"),
         ],
     )
@@ -55,9 +71,16 @@ class TestErrors:
 
     def test_a_fault_keeps_its_trace(self) -> None:
         """The same exceptions from elsewhere, and a failing save that has a folder."""
-        for error in (TypeError("not NoneType"), ValueError("kv_channels"), AssertionError("6 == 4")):
+        for error in (
+            TypeError("not NoneType"),
+            ValueError("kv_channels"),
+            AssertionError("6 == 4"),
+        ):
             assert explain(raised("forward", error), Namespace(save=None)) is None
-        assert explain(raised("save_checkpoint_and_time", TypeError("x")), Namespace(save="here")) is None
+        assert (
+            explain(raised("save_checkpoint_and_time", TypeError("x")), Namespace(save="here"))
+            is None
+        )
 
     def test_a_full_disk(self, tmp_path: Path, monkeypatch) -> None:
         """As the system says it, and as torch does, who leaves out why."""
@@ -68,7 +91,9 @@ class TestErrors:
             assert line is not None and line.startswith(f"--save {tmp_path}: no space left")
         error = raised("save_checkpoint", RuntimeError("basic_ios::clear: iostream error"))
         for free, explained in ((2**20, True), (2**40, False)):
-            monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _, free=free: Namespace(free=free))
+            monkeypatch.setattr(
+                checkpoints.shutil, "disk_usage", lambda _, free=free: Namespace(free=free)
+            )
             assert (explain(error, args) is not None) == explained
 
 
@@ -77,9 +102,18 @@ class TestDatasets:
         ("damage", "line"),
         [
             (lambda path: Path(f"{path}.idx").unlink(), r"--data-path .*data\.idx does not exist"),
-            (lambda path: os.truncate(f"{path}.bin", 94), r"data\.bin is truncated, 94 of 96 bytes"),
-            (lambda path: os.truncate(f"{path}.idx", 100), r"data\.idx is damaged \(buffer is smaller"),
-            (lambda path: Path(f"{path}.idx").write_text("text"), r"data\.idx is damaged \(bad header"),
+            (
+                lambda path: os.truncate(f"{path}.bin", 94),
+                r"data\.bin is truncated, 94 of 96 bytes",
+            ),
+            (
+                lambda path: os.truncate(f"{path}.idx", 100),
+                r"data\.idx is damaged \(buffer is smaller",
+            ),
+            (
+                lambda path: Path(f"{path}.idx").write_text("text"),
+                r"data\.idx is damaged \(bad header",
+            ),
             (lambda path: write_dataset(path, lengths=()), "the dataset is empty"),
         ],
     )
@@ -98,7 +132,9 @@ class TestDatasets:
             checks.check_split("data", "949,50,1", 10)
 
     @pytest.mark.parametrize("token", [127, 50_256, -1])
-    def test_ids_of_another_tokenizer_are_refused(self, tmp_path: Path, monkeypatch, token: int) -> None:
+    def test_ids_of_another_tokenizer_are_refused(
+        self, tmp_path: Path, monkeypatch, token: int
+    ) -> None:
         write_dataset(tmp_path / "data", token=token)
         args = Namespace(mock_data=False, vocab_size=None)
         monkeypatch.setattr(checks, "_prefixes", lambda args: ([str(tmp_path / "data")], True))
@@ -127,7 +163,10 @@ class TestTokenizers:
         ("given", "line"),
         [
             ({}, "no tokenizer: give --tokenizer-type"),
-            ({"vocab_file": "/absent", "merge_file": "/absent"}, "--vocab-file /absent: no such file"),
+            (
+                {"vocab_file": "/absent", "merge_file": "/absent"},
+                "--vocab-file /absent: no such file",
+            ),
             (
                 {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/models/absent"},
                 "--tokenizer-model /models/absent: no such file",
@@ -159,11 +198,15 @@ class TestCheckpoints:
             self.check(load=absent)
         with pytest.raises(InputError, match="the folder is empty"):
             self.check(load=str(tmp_path))
-        self.check(load=absent, save=absent)  # a first run names the folder that it is going to save to
+        self.check(
+            load=absent, save=absent
+        )  # a first run names the folder that it is going to save to
 
     def test_a_folder_to_save_to_can_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(InputError, match=r"--save .*file/here cannot be written \(Not a directory\)"):
+        with pytest.raises(
+            InputError, match=r"--save .*file/here cannot be written \(Not a directory\)"
+        ):
             self.check(save=str(tmp_path / "file" / "here"))
 
 
@@ -185,10 +228,16 @@ class TestLayers:
         checks.check_local_layers(Namespace(transformer_impl="transformer_engine", **given))
 
     @pytest.mark.parametrize("installed", [False, True])
-    def test_fusions_without_their_extension_are_switched_off_and_said(self, monkeypatch, installed) -> None:
+    def test_fusions_without_their_extension_are_switched_off_and_said(
+        self, monkeypatch, installed
+    ) -> None:
         """What was off already is silent; Transformer Engine's layers keep theirs."""
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-        before = dict(masked_softmax_fusion=True, apply_rope_fusion=False, no_persist_layer_norm=False)
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: object() if installed else None
+        )
+        before = dict(
+            masked_softmax_fusion=True, apply_rope_fusion=False, no_persist_layer_norm=False
+        )
         args = SimpleNamespace(transformer_impl="local", **before)
         lines = implementation.missing_extension_overrides(args)
         assert len(lines) == (0 if installed else 2)
@@ -200,7 +249,9 @@ class TestLayers:
         one = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, eval_interval=10)
         one |= dict(log_interval=1)
         checks.check_evaluation(Namespace(**one, full_validation=True))
-        with pytest.raises(InputError, match="--full-validation fails with tensor or pipeline parallelism"):
+        with pytest.raises(
+            InputError, match="--full-validation fails with tensor or pipeline parallelism"
+        ):
             checks.check_evaluation(
                 Namespace(**one | {"pipeline_model_parallel_size": 2}, full_validation=True)
             )
@@ -213,7 +264,9 @@ class TestVersions:
     def test_any_version_of_the_series_passes_and_another_is_refused(self) -> None:
         startup.check_megatron_core(("0.19.7", Path("somewhere")))
         for found in (("0.18.0", Path("/a/core")), None):
-            with pytest.raises(InputError, match=r"pip install 'megatron-core==0\.19\.\*'") as refused:
+            with pytest.raises(
+                InputError, match=r"pip install 'megatron-core==0\.19\.\*'"
+            ) as refused:
                 startup.check_megatron_core(found)
             assert found is None or f"{found[0]} is in /a/core" in str(refused.value)
 
@@ -230,4 +283,6 @@ class TestVersions:
         command = [sys.executable, "-P", "-c", code]
         run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert run.returncode == 2
-        assert run.stderr.startswith(f"error: megatron-core 0.19 is required, 0.18.5 is in {core}: ")
+        assert run.stderr.startswith(
+            f"error: megatron-core 0.19 is required, 0.18.5 is in {core}: "
+        )

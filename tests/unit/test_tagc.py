@@ -23,8 +23,12 @@ def test_it_begins_uncompressed() -> None:
 
     assert [start(None, n) for n in (None, 0, 400, 100_000)] == [0, 0, 80, 1000]
     assert [start(own, 400) for own in (0, 7)] == [0, 7]
-    assert (start(None, 400, "dp.weight"), start(7, 400, "dp.weight")) == (0, 7), "weights need none"
-    assert DataParallelConfig(compression="int8").rules(None, 400)["dp.gradient"].start_iteration == 0
+    assert (start(None, 400, "dp.weight"), start(7, 400, "dp.weight")) == (0, 7), (
+        "weights need none"
+    )
+    assert (
+        DataParallelConfig(compression="int8").rules(None, 400)["dp.gradient"].start_iteration == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,11 @@ def test_impossible_settings(settings: str, message: str) -> None:
     ("name", "shape", "chosen"),
     [
         ("decoder.layers.0.mlp.linear_fc1.weight", (4, 4), {"mlp", "mlp+attention", "all"}),
-        ("chunk1.decoder.layers.0.self_attention.linear_qkv.weight", (4, 4), {"mlp+attention", "all"}),
+        (
+            "chunk1.decoder.layers.0.self_attention.linear_qkv.weight",
+            (4, 4),
+            {"mlp+attention", "all"},
+        ),
         ("embedding.word_embeddings.weight", (4, 4), {"all"}),
         ("mtp.layers.0.eh_proj.weight", (4, 4), {"all"}),
         ("decoder.layers.0.mlp.linear_fc1.bias", (4,), set()),

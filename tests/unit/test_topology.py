@@ -7,7 +7,11 @@ import pytest
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.host_memory import HostMemory
 from megatron.compression.communication.topology import Topology, group_by_node, nodes_by_views
-from megatron.compression.communication.transport import SymmetricTransport, TransportError, Transports
+from megatron.compression.communication.transport import (
+    SymmetricTransport,
+    TransportError,
+    Transports,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +71,31 @@ NO_PEERS = "no peer access"
         ("auto", "", None, NO_PEERS, True, f"through host memory between 2 ranks ({NO_PEERS})"),
         ("auto", "P2P", None, None, True, "NCCL_P2P_DISABLE=1 asks for no peer access"),
         ("auto", "P2P SHM", None, None, False, "NCCL_SHM_DISABLE=1 for none through host memory"),
-        ("auto", "", None, None, False, "torch.distributed (no fused kernels"),  # the link is faster
+        (
+            "auto",
+            "",
+            None,
+            None,
+            False,
+            "torch.distributed (no fused kernels",
+        ),  # the link is faster
         ("auto", "", "several hosts", NO_PEERS, False, "torch.distributed (several hosts)"),
-        ("collective", "", None, NO_PEERS, False, "torch.distributed (--compression-transport collective)"),
+        (
+            "collective",
+            "",
+            None,
+            NO_PEERS,
+            False,
+            "torch.distributed (--compression-transport collective)",
+        ),
         ("symmetric", "", None, NO_PEERS, False, f"torch.distributed ({NO_PEERS})"),
         ("host", "SHM", None, None, True, "(--compression-transport host)"),
         ("host", "", "several hosts", None, None, "host is not possible: several hosts; use auto"),
     ],
 )
-def test_what_carries_payloads(choice, disabled, apart, strangers, through_host, words, monkeypatch):
+def test_what_carries_payloads(
+    choice, disabled, apart, strangers, through_host, words, monkeypatch
+):
     """Data parallelism's, by the rule of all groups without fused kernels."""
     where = "megatron.compression.communication.transport._disabled"
     monkeypatch.setattr(where, lambda group: set(disabled.split()))

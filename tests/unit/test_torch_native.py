@@ -94,7 +94,9 @@ def test_dropout_draws_from_the_tensor_parallel_random_state() -> None:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     start, outer = tracker.get_states(), torch.cuda.get_rng_state()
     first, second = attention(*inputs, None), attention(*inputs, None)
-    assert torch.equal(torch.cuda.get_rng_state(), outer), "the state outside the tracker must not move"
+    assert torch.equal(torch.cuda.get_rng_state(), outer), (
+        "the state outside the tracker must not move"
+    )
     tracker.set_states(start)
     again = attention(*inputs, None)
     assert torch.equal(first, again)
@@ -151,7 +153,10 @@ def test_gamma_and_dtypes(norm) -> None:
     residual = x.float().requires_grad_()
     y = module(residual)
     y.float().square().sum().backward()
-    assert y.dtype == module.weight.grad.dtype == torch.bfloat16 and residual.grad.dtype == torch.float32
+    assert (
+        y.dtype == module.weight.grad.dtype == torch.bfloat16
+        and residual.grad.dtype == torch.float32
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,17 +165,24 @@ def test_row_norm_agrees_with_torch(dtype) -> None:
     gamma = torch.randn(24, dtype=dtype, requires_grad=True)
     grad = torch.randn(x.shape, dtype=dtype)
     results = {}
-    for name, function in (("ours", RowRMSNorm.apply), ("torch", lambda *a: F.rms_norm(a[0], (24,), *a[1:]))):
+    for name, function in (
+        ("ours", RowRMSNorm.apply),
+        ("torch", lambda *a: F.rms_norm(a[0], (24,), *a[1:])),
+    ):
         y = function(x, gamma, 1e-6)
         results[name] = [y, *torch.autograd.grad(y, (x, gamma), grad)]
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    )
     for got, want in zip(results["ours"], results["torch"], strict=True):
         torch.testing.assert_close(got, want, **tolerance)
 
 
 @pytest.mark.parametrize("rotated", [16, 10])
 def test_rotary_agrees_with_megatron_core(rotated) -> None:
-    angles = torch.outer(torch.arange(SEQUENCE).float(), 100.0 ** -torch.linspace(0, 1, rotated // 2))
+    angles = torch.outer(
+        torch.arange(SEQUENCE).float(), 100.0 ** -torch.linspace(0, 1, rotated // 2)
+    )
     freqs = torch.cat((angles, angles), -1)[:, None, None]
     query = random_qkv(2)[0]
     grad = torch.randn(query.shape)

@@ -60,7 +60,9 @@ def test_ten_iterations_give_megatron_cores_losses(name) -> None:
     """fp32: the torch-native block against megatron-core's local spec, from the same weights."""
     reference = build(megatron_core_layers, **MODELS[name])
     wanted = train(reference, with_mask=True)
-    assert isinstance(reference.decoder.layers[0].self_attention.core_attention, DotProductAttention)
+    assert isinstance(
+        reference.decoder.layers[0].self_attention.core_attention, DotProductAttention
+    )
     for with_mask in (False, True):
         model = build(gpt_layer_spec, **MODELS[name])
         assert isinstance(model.decoder.layers[0].self_attention.core_attention, SDPACoreAttention)

@@ -15,7 +15,9 @@ from tests.unit.test_overlap import OneRankSite
 def test_weights_without_main_grad_keep_their_gradient() -> None:
     """A model that DDP does not wrap trains as ever."""
     x, weight = torch.randn(6, 2, 8), torch.nn.Parameter(torch.randn(12, 8))
-    column_parallel_linear(x, weight, None, OneRankSite([], "fc1"), False, fusion=True).sum().backward()
+    column_parallel_linear(
+        x, weight, None, OneRankSite([], "fc1"), False, fusion=True
+    ).sum().backward()
     torch.testing.assert_close(weight.grad, x.sum((0, 1)).expand(12, 8))
 
 

@@ -66,7 +66,9 @@ def test_then_runs_once_behind_the_last_exchange() -> None:
     work.advance()
     assert work.done and log[-1] == "follow"
     assert work.wait() == work.wait() == "aa" and log.count("follow") == 1
-    chained = work_of(log, "b", 1).then(lambda result: result + "1").then(lambda result: result + "2")
+    chained = (
+        work_of(log, "b", 1).then(lambda result: result + "1").then(lambda result: result + "2")
+    )
     assert chained.wait() == "b12"
 
 

@@ -47,7 +47,9 @@ class Automatic:
         """Of layers that the host came to: whether the GPU had nothing left to do."""
         self._looking: list[RemovableHandle] = []
         self._logged = 0
-        settings = {key: one for key, one in self.config.asdict().items() if key not in SAME_RESULTS}
+        settings = {
+            key: one for key, one in self.config.asdict().items() if key not in SAME_RESULTS
+        }
         self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
         settings["loss_budget"] = self._budget
         self._made_for = plans.circumstances(args, settings)
@@ -55,7 +57,12 @@ class Automatic:
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Decide, the first time, and attach to this stage's chunks. Collective over all ranks."""
         if self.args.cuda_graph_impl == "none" and torch.cuda.is_available():
-            layers = (one for chunk in chunks for one in chunk.modules() if isinstance(one, TransformerLayer))
+            layers = (
+                one
+                for chunk in chunks
+                for one in chunk.modules()
+                if isinstance(one, TransformerLayer)
+            )
             self._looking += [one.register_forward_pre_hook(self._look) for one in layers]
         if self.plan is not None:
             return self.compression.attach_model(chunks)
@@ -129,9 +136,13 @@ class Automatic:
         run, first = self.compression.run, self.compression.config.start_iteration or 0
         unchecked, impl = [] if plan.checked else list(plan.recipes()), self.args.cuda_graph_impl
         if unchecked and graphs.by_layer(self.args):
-            self._tell(f"--cuda-graph-impl {impl} captures once: iterations without are not compared")
+            self._tell(
+                f"--cuda-graph-impl {impl} captures once: iterations without are not compared"
+            )
             unchecked = []
-        capturing = self.args.cuda_graph_warmup_steps + 1 if graphs.whole_iterations(self.args) else 0
+        capturing = (
+            self.args.cuda_graph_warmup_steps + 1 if graphs.whole_iterations(self.args) else 0
+        )
         self._check = Check(unchecked, first, run.policy.iteration, self._checked, capturing)
         run.policy.left_out = self._check.left_out
         if unchecked:  # else what the error meter encodes would be timed
@@ -154,7 +165,9 @@ class Automatic:
         self.compression.run.policy.meter.interval = self._meter_interval
         useless = {}
         for name, gain in gains.items():
-            measured = f"iterations with it take {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
+            measured = (
+                f"iterations with it take {100 * abs(gain):.1f} % {'less' if gain >= 0 else 'more'}"
+            )
             off = name in self._check.off
             self._tell(f"{name.replace('_', ' ')}: {measured}: {'switched off' if off else 'kept'}")
             if off:

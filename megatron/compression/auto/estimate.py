@@ -63,7 +63,11 @@ class Speed:
         return self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
 
-SPEEDS = {"nvlink": Speed(340e9, 20e-6), "pcie": Speed(25e9, 20e-6), "ethernet": Speed(4.3e9, 200e-6)}
+SPEEDS = {
+    "nvlink": Speed(340e9, 20e-6),
+    "pcie": Speed(25e9, 20e-6),
+    "ethernet": Speed(4.3e9, 200e-6),
+}
 """Collectives of NCCL between four H200 of one host; pcie through host memory, ethernet over TCP
 (docs/results/collectives.md)."""
 
@@ -121,7 +125,11 @@ class Group:
 
     def compressed(self, message: MessageKind, codec: Codec, sharded: bool) -> float:
         """Seconds of a message through a codec."""
-        operation, values, dtype = message.sent_as(sharded), torch.Size(message.shape).numel(), message.dtype
+        operation, values, dtype = (
+            message.sent_as(sharded),
+            torch.Size(message.shape).numel(),
+            message.dtype,
+        )
         first, second = codec.hops
         if message.operation == "gradients":
             return self._gradients(values, dtype, codec, sharded)
@@ -135,7 +143,9 @@ class Group:
         if operation == "all_reduce" and self.ranks == 2 and codec.one_exchange:
             return self._between_two(first, values, dtype)
         scattered = leg("all_to_all", first, values, 0, values)
-        return scattered + (leg("all_gather", second, 0, values, 0) if operation == "all_reduce" else 0.0)
+        return scattered + (
+            leg("all_gather", second, 0, values, 0) if operation == "all_reduce" else 0.0
+        )
 
     def _between_two(self, codec: Codec, values: int, dtype: torch.dtype) -> float:
         """A sum of two ranks in one exchange."""
@@ -157,7 +167,9 @@ class Group:
                 found += kernels(hop, part, 0, part)
         if not sharded:
             last = inter if nodes > 1 else intra
-            found += self.seconds("all_gather", payload(last, values, dtype)) + kernels(last, 0, values, 0)
+            found += self.seconds("all_gather", payload(last, values, dtype)) + kernels(
+                last, 0, values, 0
+            )
         return found
 
 
@@ -178,7 +190,9 @@ def kernels(codec: Codec, encoded: float, decoded: float, summed: float) -> floa
     elif name.startswith("int"):
         name = "int"
     rates, values = KERNELS.get(name, KERNELS["lossless"]), (encoded, decoded, summed)
-    return sum(LAUNCH + us * 1e-6 * many / 2**20 for us, many in zip(rates, values, strict=True) if many)
+    return sum(
+        LAUNCH + us * 1e-6 * many / 2**20 for us, many in zip(rates, values, strict=True) if many
+    )
 
 
 Row = tuple[str, tuple[float, float], float | None]
@@ -204,7 +218,9 @@ class Estimate:
         host = HOST_LAYER * args.num_layers / args.pipeline_model_parallel_size * micro
         for message in self.work.messages:
             group, rule = Group.of(message, self.args, self.cluster), rules.get(message.traffic)
-            codec = getattr(rule.codec, "codec", rule.codec) if rule else None  # of a gradient compressor
+            codec = (
+                getattr(rule.codec, "codec", rule.codec) if rule else None
+            )  # of a gradient compressor
             if codec is None:
                 times[message] = group.seconds(message.sent_as(sharded), message.nbytes)
             else:
@@ -278,7 +294,9 @@ def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
         raise InputError(f"Megatron refuses these flags on {gpus} GPUs: {said}") from None
     args.padded_vocab_size = args.padded_vocab_size or args.vocab_size
     if not args.padded_vocab_size:
-        raise InputError("--vocab-size is missing: the tokenizer is not read here, so give the number")
+        raise InputError(
+            "--vocab-size is missing: the tokenizer is not read here, so give the number"
+        )
     return args
 
 
@@ -293,7 +311,9 @@ def speed_of(text: str, option: str) -> Speed:
         found = Speed(0.0, 0.0)
     if not (0 < found.bandwidth < math.inf and 0 <= found.latency < math.inf):
         names = ", ".join(SPEEDS)
-        raise InputError(f"{option} {text}: give one of {names}, or GB/s and microseconds such as 50:10")
+        raise InputError(
+            f"{option} {text}: give one of {names}, or GB/s and microseconds such as 50:10"
+        )
     return found
 
 
@@ -307,7 +327,9 @@ def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
         estimate = Estimate(args, cluster, 1e12 * options.gemm_tflops)
         for name, seconds, _ in estimate.rows(options.loss_budget, named=True)[1:]:
             name = name.partition(": ")[0]
-            curves.setdefault(name, []).append((args.world_size, estimate.uncompressed / seconds[0]))
+            curves.setdefault(name, []).append(
+                (args.world_size, estimate.uncompressed / seconds[0])
+            )
         args.world_size, args.data_parallel_size = 2 * args.world_size, 2 * args.data_parallel_size
         args.global_batch_size *= 2  # each rank keeps its micro-batches
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -317,7 +339,9 @@ def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
     axes.axhline(1.0, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set(title="predicted", ylabel="times as fast as uncompressed", ylim=(0, None))
-    axes.set_xlabel(f"GPUs, data parallelism grows; {options.intra} in a node, {options.inter} between nodes")
+    axes.set_xlabel(
+        f"GPUs, data parallelism grows; {options.intra} in a node, {options.inter} between nodes"
+    )
     axes.legend(fontsize="small")
     figure.savefig(options.plot, dpi=120)
 
@@ -335,8 +359,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, default=8)
     link = f"one of {', '.join(SPEEDS)}, or GB/s that a GPU sends, with microseconds of latency after a colon"
     add("--intra", default="nvlink", metavar="LINK", help=f"inside a node: {link}")
-    add("--inter", default="50:10", metavar="LINK", help="between nodes: a GPU's share of the adapters")
-    add("--gemm-tflops", type=float, default=720.0, help="of a layer's products on one GPU; 720: an H200")
+    add(
+        "--inter",
+        default="50:10",
+        metavar="LINK",
+        help="between nodes: a GPU's share of the adapters",
+    )
+    add(
+        "--gemm-tflops",
+        type=float,
+        default=720.0,
+        help="of a layer's products on one GPU; 720: an H200",
+    )
     add("--loss-budget", type=float, default=BUDGET, help="percent of validation loss, as for auto")
     add("--plot", type=Path, metavar="FILE", help=f"draw the speed-up for up to {MOST_GPUS} GPUs")
     return parser

@@ -82,14 +82,19 @@ class Stopwatch:
             return once / calls
         repeats = max(1, min(50, round(TRIAL_SECONDS / max(once, 1e-9))))
         trials = TRIALS if once < 0.05 else 2
-        return largest(statistics.median(self._time(work, repeats) for _ in range(trials)))[0] / calls
+        return (
+            largest(statistics.median(self._time(work, repeats) for _ in range(trials)))[0] / calls
+        )
 
     def _captured(self, work: Callable[[], object]) -> Callable[[], None] | None:
         """Replays ``CAPTURED`` calls; None: some rank cannot capture them."""
         stream, graph, why = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), None
         try:
             # As Megatron captures. One that fails would leave its stream the current one.
-            with torch.cuda.stream(stream), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
                 for _ in range(CAPTURED):
                     work()
         except Exception as error:  # of CUDA, of NCCL or of what refuses by itself
@@ -115,7 +120,11 @@ class Sender:
     """Makes what sends one message of a run; ``sharded``: with the distributed optimizer."""
 
     def __init__(
-        self, transports: Transports, topology: Callable[..., Topology], sharded: bool, device: torch.device
+        self,
+        transports: Transports,
+        topology: Callable[..., Topology],
+        sharded: bool,
+        device: torch.device,
     ) -> None:
         self._transports, self._topology = transports, topology
         self._sharded, self._device = sharded, device
@@ -204,7 +213,9 @@ class Sender:
         if rule is not None:
             whose = (1 / _instance().size(), "the outer") if outer else ()
             topology = self._topology(group, *whose)
-            bucket = GradientBucket(x, (), 1 / group.size(), sharded, topology, Ledger(), message.traffic)
+            bucket = GradientBucket(
+                x, (), 1 / group.size(), sharded, topology, Ledger(), message.traffic
+            )
             sync = (CodecGradients(rule.codec) if outer else rule.codec).build(bucket)
             return lambda: sync.start().wait()
         x.zero_()
@@ -220,9 +231,13 @@ class Sender:
         if rule is None:
             shard = own.clone()
             return lambda: dist.all_gather_into_tensor(x, shard, group=group)
-        dist.broadcast(x, src=dist.get_process_group_ranks(group)[0], group=group)  # replicas begin alike
+        dist.broadcast(
+            x, src=dist.get_process_group_ranks(group)[0], group=group
+        )  # replicas begin alike
         ledger, updated = Ledger(), own.float() * 1.001
-        weights = BucketWeights(x, Policy({message.traffic: rule}, ledger), self._topology(group), ledger)
+        weights = BucketWeights(
+            x, Policy({message.traffic: rule}, ledger), self._topology(group), ledger
+        )
 
         def send() -> None:
             weights.decide()
@@ -278,7 +293,9 @@ def _group(message: MessageKind) -> dist.ProcessGroup:
 
 def _instance() -> dist.ProcessGroup:
     """The data-parallel ranks of an optimizer instance."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    return parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=True
+    )
 
 
 class Measurement:
@@ -293,7 +310,9 @@ class Measurement:
         """For the log: how payloads of layers travel."""
         hooks = {name: one.refusal(chunks) for name, one in compression.dimensions.items()}
         self._not_attachable = {name: _of_any_rank(reason) for name, reason in hooks.items()}
-        experts = parallel_state.get_expert_data_parallel_world_size() > 1  # else they have no replica
+        experts = (
+            parallel_state.get_expert_data_parallel_world_size() > 1
+        )  # else they have no replica
         every = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
         sent = sum(p.numel() for p in every if experts or getattr(p, "allreduce", True))
         (parameters,) = largest(sent)
@@ -335,16 +354,22 @@ class Measurement:
             if untimed := len(possible.get(dimension, ())) - len(gains.get(dimension, ())):
                 reason += f"; {untimed} more not timed: no time was left of the {LIMIT:g} s"
             link = self._link(dimension)
-            plans.append(DimensionPlan(dimension, link, dimension in chosen, name, gain, loss, reason))
+            plans.append(
+                DimensionPlan(dimension, link, dimension in chosen, name, gain, loss, reason)
+            )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self.lines += [f"timed eager, not in a CUDA graph: {why}" for why in sorted(self.watch.not_captured)]
+        self.lines += [
+            f"timed eager, not in a CUDA graph: {why}" for why in sorted(self.watch.not_captured)
+        ]
         milliseconds = 1e3 * whole, 1e3 * self.work.computation
         return RunPlan(tuple(plans), budget, *milliseconds, self.watch.elapsed())
 
     def _seconds(self, message: MessageKind, rule: Rule | None = None) -> float:
         """What a message takes by itself, sent as in training: in a CUDA graph where one holds it."""
-        in_layer = graphs.by_layer(self.args) and message.dimension in graphs.held_by_layers(self.args)
+        in_layer = graphs.by_layer(self.args) and message.dimension in graphs.held_by_layers(
+            self.args
+        )
         in_graph = in_layer or graphs.whole_iterations(self.args)
         return self.watch.seconds(self._sender.sends(message, rule), in_graph)
 
@@ -377,7 +402,9 @@ class Measurement:
         """The part of an iteration that each recipe saves, by dimension. The first of every dimension is
         timed; then the second ones and so on, as long as the longest so far would fit into the limit."""
         gains: dict[str, dict[Recipe, float]] = {dimension: {} for dimension in possible}
-        rounds = zip_longest(*([(name, *one) for one in known.items()] for name, known in possible.items()))
+        rounds = zip_longest(
+            *([(name, *one) for one in known.items()] for name, known in possible.items())
+        )
         now, longest = self.watch.elapsed(), 0.0
         for dimension, recipe, rules in filter(None, chain.from_iterable(rounds)):
             if gains[dimension] and now + longest > LIMIT:
@@ -412,13 +439,17 @@ class Measurement:
         return self._sender.describe(message, self._times[message])
 
 
-def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, args: Namespace) -> Any:
+def dimension_config(
+    config: CompressionConfig, dimension: str, recipe: Recipe, args: Namespace
+) -> Any:
     """A dimension's part of ``config``, with a recipe's codecs.
 
     Raises: CompressionConfigError: they do not go with this run.
     """
     if recipe.exact and args.cuda_graph_impl != "none":
-        raise CompressionConfigError(f"--cuda-graph-impl {args.cuda_graph_impl} switches lossless off")
+        raise CompressionConfigError(
+            f"--cuda-graph-impl {args.cuda_graph_impl} switches lossless off"
+        )
     part: Any = getattr(config, dimension)
     settings: dict[str, Any] = {"compression": recipe.compression}
     if recipe.backward is not None:
@@ -428,7 +459,9 @@ def dimension_config(config: CompressionConfig, dimension: str, recipe: Recipe, 
     found = replace(part, **settings)
     if dimension == "data_parallel":
         if getattr(args, "use_torch_fsdp2", False):
-            raise CompressionConfigError("--use-torch-fsdp2 is not timed; time --dp-compression yourself")
+            raise CompressionConfigError(
+                "--use-torch-fsdp2 is not timed; time --dp-compression yourself"
+            )
         found = replace(found, weights=None).resolved(args)  # those of the recipe
     found.check(args)
     return found
@@ -440,7 +473,9 @@ def decided_config(config: CompressionConfig, plan: RunPlan, args: Namespace) ->
     Raises: CompressionConfigError: a recipe that does not go with this run.
     """
     recipes = plan.recipes().items()
-    return replace(config, **{one: dimension_config(config, one, recipe, args) for one, recipe in recipes})
+    return replace(
+        config, **{one: dimension_config(config, one, recipe, args) for one, recipe in recipes}
+    )
 
 
 def _not_chosen(gains: dict[Recipe, float]) -> str:
@@ -448,7 +483,11 @@ def _not_chosen(gains: dict[Recipe, float]) -> str:
     best = max(gains, key=lambda one: gains[one])
     percent = 100 * gains[best]
     if gains[best] < TRIED:
-        gain = f"gain {percent:.1f} %, under {100 * TRIED:g} %" if percent > 0 else f"cost {-percent:.1f} %"
+        gain = (
+            f"gain {percent:.1f} %, under {100 * TRIED:g} %"
+            if percent > 0
+            else f"cost {-percent:.1f} %"
+        )
         return f"{best.name}, the best here, would {gain} of an iteration"
     return (
         f"{best.name} would gain {100 * gains[best]:.1f} % for +{best.loss:.3g} % of loss, but the budget is "

@@ -92,7 +92,10 @@ class Workload:
 def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -> Workload:
     """What this rank, with its ``parameters``, computes and sends in an iteration of ``flops`` over all
     ranks; ``gemm_rate``: FLOP/s of a GEMM of this model on this rank."""
-    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    stages, virtual = (
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size or 1,
+    )
     micro = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     bubble = 1 + (stages - 1) / (micro * virtual)
     recomputed = args.recompute_granularity == "full"
@@ -122,7 +125,9 @@ def _tensor_parallel(
     if args.tensor_model_parallel_size == 1:
         return []
     layers = -(-args.num_layers // args.pipeline_model_parallel_size)
-    alone = 0 if args.num_experts and args.moe_shared_expert_intermediate_size else _expert_layers(args)
+    alone = (
+        0 if args.num_experts and args.moe_shared_expert_intermediate_size else _expert_layers(args)
+    )
     pairs = 2 * layers - alone + 1  # the embedding's forward, the output layer's backward
     count, overlap = pairs * micro, weight_gemms / (pairs * micro)
 
@@ -132,7 +137,10 @@ def _tensor_parallel(
 
     forward = count * (2 if recomputed else 1)
     if not args.sequence_parallel:
-        return [message("forward", "all_reduce", forward), message("backward", "all_reduce", count, overlap)]
+        return [
+            message("forward", "all_reduce", forward),
+            message("backward", "all_reduce", count, overlap),
+        ]
     return [
         message("forward", "reduce_scatter", forward),
         message("forward", "all_gather", forward),
@@ -162,7 +170,9 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
         traffic: str, operation: str, dtype: torch.dtype, overlap: float, values: int = values
     ) -> MessageKind:
         sent = (values,), dtype, count, overlap / count
-        last = min(count, bucket * count / parameters) if overlap else 0.0  # nothing is computed meanwhile
+        last = (
+            min(count, bucket * count / parameters) if overlap else 0.0
+        )  # nothing is computed meanwhile
         return MessageKind("data_parallel", traffic, operation, *sent, last)
 
     overlap = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
@@ -234,7 +244,15 @@ def _expert_parallel(
     def gathered(dimension: str, traffic: str, rows: int, unequal: bool) -> list[MessageKind]:
         """A gather there, a sum back in the probabilities' dtype; their gradients the other way round."""
         return [
-            MessageKind(dimension, f"{traffic}.{way}", operation, (rows, width), sent, count, unequal=unequal)
+            MessageKind(
+                dimension,
+                f"{traffic}.{way}",
+                operation,
+                (rows, width),
+                sent,
+                count,
+                unequal=unequal,
+            )
             for way, operation, sent, count in (
                 ("forward", "gather_tokens", dtype, forward),
                 ("forward", "sum_tokens", outputs, forward),
@@ -248,7 +266,9 @@ def _expert_parallel(
         return gathered("expert_parallel", "ep", tokens * ranks, False) if ranks > 1 else []
     rows, padded = tokens * args.moe_router_topk, args.moe_pad_expert_input_to_capacity
     if args.moe_expert_capacity_factor is not None:
-        places = args.num_experts * get_capacity(rows, args.num_experts, args.moe_expert_capacity_factor)
+        places = args.num_experts * get_capacity(
+            rows, args.num_experts, args.moe_expert_capacity_factor
+        )
         rows = places if padded else min(rows, places)
     ranks, sharing = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     rows = -(-rows // ranks) * ranks
@@ -257,8 +277,13 @@ def _expert_parallel(
         overlaps, alone = (0.0, 0.0), 0
         if args.overlap_moe_expert_parallel_comm:
             layer = micro_batch * args.pipeline_model_parallel_size / args.num_layers
-            overlaps = layer / 3, layer / 6  # half of another one's backward pass, half of its forward pass
-            alone = 2 * layers  # of the first micro-batch's forward pass, of the last one's backward pass
+            overlaps = (
+                layer / 3,
+                layer / 6,
+            )  # half of another one's backward pass, half of its forward pass
+            alone = (
+                2 * layers
+            )  # of the first micro-batch's forward pass, of the last one's backward pass
         elif args.moe_shared_expert_overlap:
             products = 2 * tokens * channels * args.moe_shared_expert_intermediate_size
             overlap = products * (3 if args.swiglu else 2) / gemm_rate

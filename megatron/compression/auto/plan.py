@@ -90,7 +90,9 @@ class RunPlan:
             return ["ranks send each other nothing: there is nothing to compress"]
         rows = [["dimension", "link as measured", "choice", "expected gain", "cost in loss", "why"]]
         for one in self.dimensions:
-            numbers = (f"{100 * one.gain:.1f} %", f"+{one.loss:.3g} %") if one.chosen else ("-", "-")
+            numbers = (
+                (f"{100 * one.gain:.1f} %", f"+{one.loss:.3g} %") if one.chosen else ("-", "-")
+            )
             rows.append([one.dimension.replace("_", " "), one.link, one.name, *numbers, one.why])
         return aligned(rows)
 
@@ -128,7 +130,9 @@ def _known(plan: DimensionPlan) -> Recipe:
 
 def within(budget: float, dimension: str) -> list[Recipe]:
     """A dimension's recipes that a budget (percent) allows by themselves; of 0, what changes no bit."""
-    return [one for one in RECIPES[dimension] if one.exact or (budget > 0 and one.loss <= budget + 1e-9)]
+    return [
+        one for one in RECIPES[dimension] if one.exact or (budget > 0 and one.loss <= budget + 1e-9)
+    ]
 
 
 def choose(gains: Mapping[str, Mapping[Recipe, float]], budget: float) -> dict[str, Recipe]:
@@ -139,7 +143,11 @@ def choose(gains: Mapping[str, Mapping[Recipe, float]], budget: float) -> dict[s
         good = [(dimension, one, gain) for one, gain in by_recipe.items() if gain >= TRIED]
         options.append([(dimension, None, 0.0), *good])
     found = [
-        (sum(one.loss for _, one, _ in ways if one is not None), -sum(gain for _, _, gain in ways), ways)
+        (
+            sum(one.loss for _, one, _ in ways if one is not None),
+            -sum(gain for _, _, gain in ways),
+            ways,
+        )
         for ways in product(*options)
     ]
     found = [one for one in found if one[0] <= budget + 1e-9]
@@ -253,18 +261,58 @@ def _belongs(traffic: str, dimension: str) -> bool:
 
 
 _SAME = (
-    *("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-    *("num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "micro_batch_size", "global_batch_size"),
-    *("sequence_parallel", "params_dtype", "accumulate_allreduce_grads_in_fp32", "transformer_impl"),
-    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
+    *(
+        "world_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "data_parallel_size",
+    ),
+    *(
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+    ),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+    ),
+    *(
+        "sequence_parallel",
+        "params_dtype",
+        "accumulate_allreduce_grads_in_fp32",
+        "transformer_impl",
+    ),
+    *(
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "overlap_p2p_comm",
+    ),
     "num_distributed_optimizer_instances",
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     *("ddp_bucket_size", "padded_vocab_size", "num_experts", "num_attention_heads"),
     *("num_query_groups", "kv_channels", "multi_latent_attention", "cuda_graph_impl"),
-    *("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_router_topk", "moe_router_dtype"),
-    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_layer_freq", "moe_latent_size"),
-    *("moe_shared_expert_intermediate_size", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
+    *(
+        "expert_tensor_parallel_size",
+        "moe_token_dispatcher_type",
+        "moe_router_topk",
+        "moe_router_dtype",
+    ),
+    *(
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_layer_freq",
+        "moe_latent_size",
+    ),
+    *(
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_overlap",
+        "overlap_moe_expert_parallel_comm",
+    ),
 )
 """Arguments of Megatron that a plan holds for."""
 
@@ -274,7 +322,9 @@ def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     compression's, less what does not change results."""
     kept = {name: getattr(args, name, None) for name in _SAME}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return dict(json.loads(json.dumps({**kept, "device": device, "settings": settings}, default=str)))
+    return dict(
+        json.loads(json.dumps({**kept, "device": device, "settings": settings}, default=str))
+    )
 
 
 def read(folder: str | None, wanted: dict[str, Any], say: Callable[[str], None]) -> RunPlan | None:
@@ -294,7 +344,9 @@ def read(folder: str | None, wanted: dict[str, Any], say: Callable[[str], None])
     return plan
 
 
-def write(folder: str | None, plan: RunPlan, made_for: dict[str, Any], say: Callable[[str], None]) -> None:
+def write(
+    folder: str | None, plan: RunPlan, made_for: dict[str, Any], say: Callable[[str], None]
+) -> None:
     """Keep a plan; where the folder cannot be written to, ``say`` tells so, and a resume measures anew."""
     if folder is None:
         return

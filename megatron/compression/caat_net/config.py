@@ -79,9 +79,14 @@ class CaatNetConfig:
                 "raise it or drop the flag"
             )
         refuse_flags(args, _REFUSED, "drop it or --caat-net-sync-fraction")
-        refuse_by_layer(args, fraction, "computes weight gradients in the backward of the layer before")
+        refuse_by_layer(
+            args, fraction, "computes weight gradients in the backward of the layer before"
+        )
         groups = getattr(args, "num_query_groups", None)
-        if getattr(args, "group_query_attention", False) and groups < args.tensor_model_parallel_size:
+        if (
+            getattr(args, "group_query_attention", False)
+            and groups < args.tensor_model_parallel_size
+        ):
             raise CompressionConfigError(
                 f"{fraction} needs at least one query group a rank: --num-query-groups {groups} at "
                 f"--tensor-model-parallel-size {args.tensor_model_parallel_size} gathers keys and values of "
@@ -93,7 +98,10 @@ class CaatNetConfig:
 def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
     """Raises: CompressionConfigError: a checkpoint of another function of its weights: another sync fraction,
     or with one below 1 another tensor-parallel size."""
-    saved, ranks = getattr(checkpoint_args, "caat_net_sync_fraction", 1.0), args.tensor_model_parallel_size
+    saved, ranks = (
+        getattr(checkpoint_args, "caat_net_sync_fraction", 1.0),
+        args.tensor_model_parallel_size,
+    )
     if saved != args.caat_net_sync_fraction:
         raise CompressionConfigError(
             f"the checkpoint was trained with --caat-net-sync-fraction {saved:g} (1 is an ordinary model), "

@@ -54,7 +54,9 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
     for path, module in chunk.named_modules():
         communicates = isinstance(module, (*_CLASSES, ColumnParallelLinear, RowParallelLinear))
         if communicates and getattr(module, "site", None) is None:
-            raise CompressionConfigError(f"--caat-net-sync-fraction does not cover {path}; drop the flag")
+            raise CompressionConfigError(
+                f"--caat-net-sync-fraction does not cover {path}; drop the flag"
+            )
         if type(module) in _CLASSES:
             symbols.change_class(module, _CLASSES[type(module)])
         if isinstance(module, PartialRowParallelLinear):
@@ -71,7 +73,9 @@ def _check_layers(chunk: torch.nn.Module) -> None:
     """Each layer has two partial outputs: another kind of layer would treat the streams as equal."""
     for path, layer in chunk.named_modules():
         if isinstance(layer, TransformerLayer):
-            partial = sum(isinstance(module, PartialRowParallelLinear) for module in layer.modules())
+            partial = sum(
+                isinstance(module, PartialRowParallelLinear) for module in layer.modules()
+            )
             if partial != 2:
                 raise CompressionConfigError(
                     f"--caat-net-sync-fraction covers layers of one attention and one dense MLP, not {path}; "
@@ -117,13 +121,21 @@ class _FinalizeAndSum:
     def __init__(self, finalize, ledger: Ledger) -> None:
         self.finalize, self.ledger = finalize or finalize_model_grads, ledger
 
-    def __call__(self, model: list[torch.nn.Module], num_tokens=None, pg_collection=None, **options) -> None:
+    def __call__(
+        self, model: list[torch.nn.Module], num_tokens=None, pg_collection=None, **options
+    ) -> None:
         self.finalize(model, num_tokens, pg_collection=pg_collection, **options)
-        own = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
+        own = (
+            parallel_state.get_tensor_model_parallel_group()
+            if pg_collection is None
+            else pg_collection.tp
+        )
         sum_rank_local_gradients(model, own, self.ledger)
 
 
-def sum_rank_local_gradients(model: list[torch.nn.Module], group: dist.ProcessGroup, ledger: Ledger) -> None:
+def sum_rank_local_gradients(
+    model: list[torch.nn.Module], group: dist.ProcessGroup, ledger: Ledger
+) -> None:
     """Sum the gradients of all marked parameters over the tensor-parallel group, in one all-reduce."""
     gradients = []
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):

@@ -43,7 +43,9 @@ def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str, private:
     if private:
         plain = bytes_sent("all_reduce", private, site.group.size())
         site.run.ledger.record(traffic, why, "instead_of_all_reduce", 0, plain)
-    if codec is None and traffic == "tp.backward" and tensor.itemsize == 2:  # summed in fp32, rounded once
+    if (
+        codec is None and traffic == "tp.backward" and tensor.itemsize == 2
+    ):  # summed in fp32, rounded once
         for operation in ("all_to_all", "all_gather"):
             site.count(traffic, why, operation, tensor.nbytes)
         return fp32_all_reduce(tensor, site.group)
@@ -95,7 +97,9 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_private = torch.matmul(private, weight[shared:])
             ctx.exchange.work = work.then(
-                lambda total: torch.addmm(of_private, total, weight[:shared], beta=scale).view(x.shape)
+                lambda total: torch.addmm(of_private, total, weight[:shared], beta=scale).view(
+                    x.shape
+                )
             )
             grad_x = placeholder(x)
         if work.exchanges > 1 and not ctx.exchange.waiting:

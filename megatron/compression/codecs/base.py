@@ -130,7 +130,12 @@ class Codec(abc.ABC):
         return out
 
     def sum_into(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+        self,
+        payloads: torch.Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        scale: float,
+        rows: torch.Tensor,
     ) -> None:
         """Write ``decode_sum`` into ``rows [rows, n]``, whose rows are contiguous, in their dtype."""
         single = len(payloads) == 1 and scale == 1.0
@@ -206,7 +211,9 @@ def offered(flag: str) -> list[str]:
     """Names that a flag takes where settings do not decide: codecs, its recipes and gradient compressors."""
     rows, flat = flag.startswith("--ep-"), flag.startswith(("--dp-", "--ep-"))
     every = {name: CODECS.parse(name) for name in CODECS.names()}
-    names = [n for n, one in every.items() if not ((rows and one.lossless) or (flat and one.sees_shape))]
+    names = [
+        n for n, one in every.items() if not ((rows and one.lossless) or (flat and one.sees_shape))
+    ]
     names += GRADIENT_COMPRESSORS.names() if flag == "--dp-compression" else []
     return names + [name for name, (dimension, _) in NAMED.items() if FLAGS[dimension] == flag]
 
@@ -221,7 +228,9 @@ def check_payloads(codecs: Iterable[object]) -> None:
         x = torch.zeros((2, 16, 256) if codec.sees_shape else (2, 1000), device=device)
         given, said = codec.encode(x).shape[-1], codec.message_bytes(x.shape[1:], x.dtype)
         if given != said:
-            wrong = f"encode gives {given} bytes for {x[0].numel()} values, payload_bytes says {said}"
+            wrong = (
+                f"encode gives {given} bytes for {x[0].numel()} values, payload_bytes says {said}"
+            )
             raise CompressionConfigError(f"{codec.name}: {wrong}; make both the same")
 
 
@@ -237,10 +246,14 @@ def parse_codec(text: str, flag: str = "") -> Codec:
         return TwoHops(parse_codec(first, flag), parse_codec(second, flag))
     name = text.partition(":")[0]
     if CODECS.entry(name) is None and GRADIENT_COMPRESSORS.entry(name) is not None:
-        raise CompressionConfigError(f"{name} compresses gradients only; give it to --dp-compression")
+        raise CompressionConfigError(
+            f"{name} compresses gradients only; give it to --dp-compression"
+        )
     codec = CODECS.parse(text, functools.partial(offered, flag))
     if not isinstance(codec, Codec):
-        raise CompressionConfigError(f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec")
+        raise CompressionConfigError(
+            f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec"
+        )
     return codec
 
 

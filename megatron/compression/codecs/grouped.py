@@ -51,7 +51,9 @@ class GroupedCodec(Codec):
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         rows, values = x.shape[0], x.shape[1:].numel()
-        if rows > 1 and values % self.block:  # the kernels pad a tensor's end, not that of every row
+        if (
+            rows > 1 and values % self.block
+        ):  # the kernels pad a tensor's end, not that of every row
             x = F.pad(x.reshape(rows, values), (0, -values % self.block))
         return taco.encode(x, self.config, rows)
 
@@ -63,7 +65,12 @@ class GroupedCodec(Codec):
         return padded[:, :values].reshape(rows, *shape)
 
     def sum_into(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+        self,
+        payloads: torch.Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        scale: float,
+        rows: torch.Tensor,
     ) -> None:
         single, count = len(payloads) == 1 and scale == 1.0, len(rows)
         if self.sees_shape or (single and count > 1 and rows.shape[1] % self.block):
@@ -76,14 +83,18 @@ class GroupedCodec(Codec):
                 if scale == 1.0:
                     taco.decode_sum(wires, self.config, own.shape, own.dtype, out=own)
                 else:
-                    own.copy_(taco.decode_sum(wires, self.config, own.shape, torch.float32).mul_(scale))
+                    own.copy_(
+                        taco.decode_sum(wires, self.config, own.shape, torch.float32).mul_(scale)
+                    )
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """Does not leave the Hadamard domain where both codecs have the same."""
         if self.sees_shape or not isinstance(into, GroupedCodec) or into.domain != self.domain:
             return super().decode_sum_encode(payloads, shape, into)
         values, config = math.prod(shape), into.config
-        rows = [taco.decode_sum_encode(row, self.config, values, config) for row in payloads.unbind(1)]
+        rows = [
+            taco.decode_sum_encode(row, self.config, values, config) for row in payloads.unbind(1)
+        ]
         return stacked(rows)
 
 
@@ -154,7 +165,9 @@ class IntCodec(GroupedCodec):
         if self.normalize not in ("none", "standardize"):
             raise ValueError(f"normalize={self.normalize} must be none or standardize")
         if self.normalize != "none" and self.hadamard:
-            raise ValueError("normalize works on channels, which the transform mixes; drop hadamard=on")
+            raise ValueError(
+                "normalize works on channels, which the transform mixes; drop hadamard=on"
+            )
         if self.hadamard == (self.normalize == "none"):
             object.__setattr__(self, "hadamard", None)  # the default: one name for one codec
         _ = self.config
@@ -205,7 +218,9 @@ def fp8_in_software(codecs: Iterable[object]) -> str | None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9):
         return None
     hops = {hop for codec in codecs for hop in getattr(codec, "hops", ())}
-    names = sorted(hop.name for hop in hops if isinstance(hop, GroupedCodec) and hop.config.is_float)
+    names = sorted(
+        hop.name for hop in hops if isinstance(hop, GroupedCodec) and hop.config.is_float
+    )
     if not names:
         return None
     return (

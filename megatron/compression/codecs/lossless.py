@@ -52,7 +52,12 @@ class LosslessCodec(Codec):
         return lossless.decode(payloads, self._layout(shape, dtype)).view(len(payloads), *shape)
 
     def sum_into(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+        self,
+        payloads: torch.Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        scale: float,
+        rows: torch.Tensor,
     ) -> None:
         layout = self._layout(shape, dtype)
         if len(payloads) == 1 and scale == 1.0 and rows.dtype == dtype:

@@ -37,7 +37,11 @@ class Recipe:
     @property
     def name(self) -> str:
         """The specs, for logs and tables."""
-        return self.compression if self.backward is None else f"{self.compression}, back {self.backward}"
+        return (
+            self.compression
+            if self.backward is None
+            else f"{self.compression}, back {self.backward}"
+        )
 
 
 _LOSSLESS = Recipe("lossless", source=_NO_BIT)
@@ -72,7 +76,11 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
 }
 """By dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
 
-TACO_PAPER = {"tensor_parallel": "taco", "data_parallel": "sdp4bit", "pipeline_parallel": "tah-quant"}
+TACO_PAPER = {
+    "tensor_parallel": "taco",
+    "data_parallel": "sdp4bit",
+    "pipeline_parallel": "tah-quant",
+}
 """``--compression taco-paper``: as the TACO paper does (arXiv 2604.24088), each codec as in its own paper."""
 
 FLAGS = {
@@ -84,7 +92,10 @@ FLAGS = {
 }
 
 NAMED: dict[str, tuple[str, Recipe]] = {
-    one.named: (dimension, one) for dimension, known in RECIPES.items() for one in known if one.named
+    one.named: (dimension, one)
+    for dimension, known in RECIPES.items()
+    for one in known
+    if one.named
 }
 """Recipe's name -> its dimension and the recipe."""
 
@@ -115,11 +126,15 @@ def _recipe(flag: str, name: str) -> Recipe | None:
     own = [one for one, (dimension, _) in NAMED.items() if FLAGS[dimension] == flag]
     if name == "auto":
         named = f"give the recipe {' or '.join(own)}" if own else "give a codec such as int8"
-        raise CompressionConfigError(f"{flag} auto: {named}, or let the run measure with --compression auto")
+        raise CompressionConfigError(
+            f"{flag} auto: {named}, or let the run measure with --compression auto"
+        )
     if name not in NAMED:
         return None
     dimension, recipe = NAMED[name]
     if FLAGS[dimension] != flag:
         instead = f"; {flag} has {' and '.join(own)}" if own else ""
-        raise CompressionConfigError(f"{flag} {name}: that recipe belongs to {FLAGS[dimension]}{instead}")
+        raise CompressionConfigError(
+            f"{flag} {name}: that recipe belongs to {FLAGS[dimension]}{instead}"
+        )
     return recipe

@@ -95,7 +95,9 @@ class Registry:
         try:
             return cls(**fixed, **values)
         except (ValueError, TypeError, ArithmeticError) as error:
-            reason = re.sub(r"\b(group|tile)_size=", r"\1=", str(error))  # the kernels' names of settings
+            reason = re.sub(
+                r"\b(group|tile)_size=", r"\1=", str(error)
+            )  # the kernels' names of settings
             raise CompressionConfigError(f"{text}: {reason}") from None
 
     def spec(self, entry: Any) -> str:
@@ -103,7 +105,9 @@ class Registry:
         self._load()
         text, taken = f"{type(entry).__module__}:{type(entry).__qualname__}", {}
         for name, (cls, fixed) in self._entries.items():
-            same = type(entry) is cls and all(getattr(entry, key) == value for key, value in fixed.items())
+            same = type(entry) is cls and all(
+                getattr(entry, key) == value for key, value in fixed.items()
+            )
             if same and name in self._lasting:
                 text, taken = name, fixed
                 break
@@ -119,7 +123,9 @@ class Registry:
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            where = "; put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+            where = (
+                "; put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
+            )
             raise CompressionConfigError(f"{self.what} {text!r}: {error}{where}") from None
 
     def _load(self) -> None:
@@ -128,7 +134,9 @@ class Registry:
         self._loaded = True  # before: a module that is being imported may look a name up
         try:
             for package in map(importlib.import_module, self._modules):
-                for module in pkgutil.iter_modules(getattr(package, "__path__", ()), package.__name__ + "."):
+                for module in pkgutil.iter_modules(
+                    getattr(package, "__path__", ()), package.__name__ + "."
+                ):
                     importlib.import_module(module.name)
             points = importlib.metadata.entry_points(group=self._entry_points)
             for point in points:
@@ -159,7 +167,9 @@ register_gradient_compressor = GRADIENT_COMPRESSORS.register
 def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dataclasses.Field]:
     """The settings of a registered dataclass by name, without the fields that its name fixes."""
     hints = typing.get_type_hints(cls)
-    fields = [field for field in dataclasses.fields(cls) if field.init and field.name not in (fixed or {})]
+    fields = [
+        field for field in dataclasses.fields(cls) if field.init and field.name not in (fixed or {})
+    ]
     for field in fields:
         field.type = hints[field.name]
     return {field.name: field for field in fields}
@@ -176,7 +186,10 @@ def field_docs(cls: type) -> dict[str, str]:
         assert isinstance(definition, ast.ClassDef)
         for field, text in itertools.pairwise(definition.body):
             match field, text:
-                case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc)))):
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(doc))),
+                ):
                     docs[name] = " ".join(doc.split())
     return docs
 

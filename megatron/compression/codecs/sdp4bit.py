@@ -65,7 +65,12 @@ class Sdp4bitCodec(Codec):
         return self.decode_sum(payloads[None], shape, dtype)
 
     def sum_into(
-        self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, scale: float, rows: torch.Tensor
+        self,
+        payloads: torch.Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        scale: float,
+        rows: torch.Tensor,
     ) -> None:
         sdp4bit.sum_dequantize(payloads, self.format, rows, scale)
 

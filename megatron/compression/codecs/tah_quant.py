@@ -58,4 +58,6 @@ class TahQuantCodec(Codec):
         return stacked([tah_quant.encode(row, self.config) for row in x])
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        return stacked([tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads])
+        return stacked(
+            [tah_quant.decode(row, self.config, tuple(shape), dtype) for row in payloads]
+        )

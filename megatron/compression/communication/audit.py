@@ -21,12 +21,16 @@ NEGLIGIBLE = 4096
 
 _METHODS = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0)),
-    **dict.fromkeys(("allgather", "_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)),
+    **dict.fromkeys(
+        ("allgather", "_allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 0)
+    ),
     **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base"), ("reduce_scatter", 1)),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
     # as torch calls them from 2.15 on
     **dict.fromkeys(("all_gather_single", "all_gather_single_coalesced"), ("all_gather", 0)),
-    **dict.fromkeys(("reduce_scatter_single", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)),
+    **dict.fromkeys(
+        ("reduce_scatter_single", "reduce_scatter_single_coalesced"), ("reduce_scatter", 1)
+    ),
     **dict.fromkeys(("all_to_all_single", "alltoall", "alltoall_base"), ("all_to_all", 1)),
     **{"broadcast": ("broadcast", 0), "send": ("send", 0)},
 }
@@ -82,7 +86,9 @@ class BackendAudit:
             if original is not None:  # another version of torch
                 self._originals[name] = original
                 counting = self._counting(original, operation, position)
-                symbols.put(dist.ProcessGroup, name, counting, "counts what is given to the backend")
+                symbols.put(
+                    dist.ProcessGroup, name, counting, "counts what is given to the backend"
+                )
 
     def stop(self) -> None:
         """Leave ``ProcessGroup`` as it was."""
@@ -120,7 +126,9 @@ class BackendAudit:
         sums = torch.zeros(len(order), len(_KEYS), dtype=torch.float64)
         for names, members in joined:
             sums[order.index(names[0])] = self._missing(members, names)
-        sums = sums.to("cuda" if torch.cuda.is_available() and dist.get_backend(ranks) != "gloo" else "cpu")
+        sums = sums.to(
+            "cuda" if torch.cuda.is_available() and dist.get_backend(ranks) != "gloo" else "cpu"
+        )
         dist.all_reduce(sums, group=ranks)
         totals = dict(zip(order, sums.clamp_min(0).sum(1).tolist(), strict=True))
         return [
@@ -144,7 +152,8 @@ class BackendAudit:
                 known[operation, payload] += sent
         missing = [given[key] - known[key] for key in _KEYS]
         signed = [
-            more if key[0] == "all_to_all" else max(0, more) for key, more in zip(_KEYS, missing, strict=True)
+            more if key[0] == "all_to_all" else max(0, more)
+            for key, more in zip(_KEYS, missing, strict=True)
         ]
         return torch.tensor(signed, dtype=torch.float64)
 
@@ -161,11 +170,15 @@ class BackendAudit:
     def _counting(self, original: Callable, operation: str, position: int) -> Callable:
         @functools.wraps(original)
         def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            root = getattr(args[1], "rootRank", 0) if operation == "broadcast" and len(args) > 1 else 0
+            root = (
+                getattr(args[1], "rootRank", 0) if operation == "broadcast" and len(args) > 1 else 0
+            )
             if len(args) > position and (operation != "broadcast" or root == group.rank()):
                 buffers = pytree.tree_leaves(args[position])
                 size = sum(buffer.nbytes for buffer in buffers)
-                payload = bool(buffers) and buffers[0].dtype == torch.uint8 and operation not in _SUMS
+                payload = (
+                    bool(buffers) and buffers[0].dtype == torch.uint8 and operation not in _SUMS
+                )
                 self._count(group, operation, payload, bytes_sent(operation, size, group.size()))
             return original(group, *args, **kwargs)
 

@@ -77,7 +77,9 @@ def joined(rows: Tensor, shape: torch.Size) -> Tensor:
     return rows.reshape(-1)[: shape.numel()].view(shape)
 
 
-def all_reduce(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None) -> Work:
+def all_reduce(
+    x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None
+) -> Work:
     """Start to sum ``x`` (any strides; bf16, fp16, fp32) over the ranks, in two exchanges: encode one piece a
     destination (the codec's first hop), all-to-all, decode + sum + encode the own piece (its second),
     all-gather, decode. Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each
@@ -102,7 +104,9 @@ def all_reduce(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor |
 
     def sum_own_piece() -> Work:
         if second.lossless:
-            last, own = sum_and_encode(first, received.unsqueeze(1), shape, dtype, second, transport)
+            last, own = sum_and_encode(
+                first, received.unsqueeze(1), shape, dtype, second, transport
+            )
         else:
             last, own = second, first.decode_sum_encode(received.unsqueeze(1), shape, second)
         gathered, pending = transport.all_gather(own)
@@ -111,7 +115,9 @@ def all_reduce(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor |
             if not pieces.missing:
                 if out is None:
                     return last.decode(gathered, shape, dtype).reshape(x.shape)
-                return last.decode_into(gathered, shape, dtype, out.view(pieces.rows)).reshape(x.shape)
+                return last.decode_into(gathered, shape, dtype, out.view(pieces.rows)).reshape(
+                    x.shape
+                )
             total = joined(last.decode(gathered, shape, dtype), x.shape)
             return total if out is None else out.copy_(total)
 
@@ -134,7 +140,9 @@ def sum_of_two(
     return Work(pending, lambda: codec.decode_sum(both.unsqueeze(1), shape, dtype, scale, into)[0])
 
 
-def reduce_scatter(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None) -> Work:
+def reduce_scatter(
+    x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None
+) -> Work:
     """Start to sum ``x [W * n, ...]`` over the ranks and keep this rank's slice; the first hop encodes.
     ``wait`` gives ``[n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
     ranks = transport.world_size
@@ -160,7 +168,9 @@ def reduce_scatter(x: Tensor, codec: Codec, transport: TorchTransport, out: Tens
     return Work(pending, decode)
 
 
-def all_gather(x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None) -> Work:
+def all_gather(
+    x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None
+) -> Work:
     """Start to concatenate every rank's ``x [n, ...]``; the second hop encodes. ``wait`` gives
     ``[W * n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
     if transport.world_size == 1 or x.numel() == 0:
@@ -199,7 +209,9 @@ def uncompressed_all_reduce(x: Tensor, group: dist.ProcessGroup, out: Tensor | N
     return Work(dist.all_reduce(total, group=group, async_op=True), lambda: total)
 
 
-def uncompressed_reduce_scatter(x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Work:
+def uncompressed_reduce_scatter(
+    x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None
+) -> Work:
     """Start to sum ``[W * n, ...]`` over the group in its own dtype and keep this rank's ``[n, ...]``."""
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
     work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
@@ -240,14 +252,18 @@ def sum_in_order(rows: Tensor) -> Tensor:
     return total
 
 
-def all_to_all_rows(x: Tensor, codec: Codec | None, transport: TorchTransport, to: Rows, came: Rows) -> Work:
+def all_to_all_rows(
+    x: Tensor, codec: Codec | None, transport: TorchTransport, to: Rows, came: Rows
+) -> Work:
     """Start to send ``x [n, values]``, the first ``to[0]`` rows to rank 0 and so on; uncompressed without a
     codec. ``wait`` gives ``[sum(came), values]`` of ``x``'s dtype, in the order of the senders."""
     received, pending = transport.all_to_all(encode_rows(x, codec), to, came)
     return Work(pending, lambda: decode_rows(received, x, codec, x.dtype))
 
 
-def all_gather_rows(x: Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]) -> Work:
+def all_gather_rows(
+    x: Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]
+) -> Work:
     """Start to gather ``[sizes[r], values]`` of every rank r; ``wait`` gives ``[sum(sizes), values]``."""
     ranks = transport.world_size
     # An all-gather of unequal parts is one broadcast a rank on NCCL, and refused by gloo.
@@ -299,9 +315,13 @@ def why_not_rows(codec: Codec, values: int) -> str | None:
         return f"looks at all tokens of a message, {another}"
     if values % codec.block:
         fix = "choose another codec"
-        with contextlib.suppress(TypeError, ValueError):  # no setting of that name, or not that value
+        with contextlib.suppress(
+            TypeError, ValueError
+        ):  # no setting of that name, or not that value
             fix = f"use {dataclasses.replace(cast(Any, codec), group=math.gcd(values, codec.block)).name}"
-        return f"encodes {codec.block} values together, which do not divide a token's {values}: {fix}"
+        return (
+            f"encodes {codec.block} values together, which do not divide a token's {values}: {fix}"
+        )
     return None
 
 

@@ -81,7 +81,9 @@ def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, 
             for number, offset in enumerate(range(0, sizes[peer], piece)):
                 size, slot = min(piece, sizes[peer] - offset), number % SLOTS
                 first, last = slot == 0, slot == SLOTS - 1 or offset + size == sizes[peer]
-                awaits, says = (0 if first else None, slot + 1) if sends else (slot + 1, 0 if last else None)
+                awaits, says = (
+                    (0 if first else None, slot + 1) if sends else (slot + 1, 0 if last else None)
+                )
                 step = Step(sends, peer, offset, size, ring, slot, awaits, says)
                 result.append(((number, distance, not sends), step))
     return tuple(step for _, step in sorted(result))
@@ -127,9 +129,13 @@ class CopyEngines(GraphObserver[set[int]]):
         self._context, self._threads = handle(), threading.local()
         check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
-        self._queues = tuple(stream.cuda_stream for stream in self._streams)  # to the device, to host memory
+        self._queues = tuple(
+            stream.cuda_stream for stream in self._streams
+        )  # to the device, to host memory
         self.events: list[int] = []  # that nobody waits for
-        self._replayed: int | None = None  # stream of the last replay, if no exchange has waited for it
+        self._replayed: int | None = (
+            None  # stream of the last replay, if no exchange has waited for it
+        )
         # Not by cudaHostRegister, whose failure torch would find after its next kernel.
         if failed := driver.cuMemHostRegister_v2(pinned, size, 3):  # portable and mapped
             raise HostMemoryError(f"cuMemHostRegister failed with error {failed}")
@@ -208,7 +214,9 @@ class CopyEngines(GraphObserver[set[int]]):
 
     def end(self, kept: Any) -> "_UnderWay":
         """A handle whose ``wait`` lets later work wait for both streams; it keeps ``kept``."""
-        return _UnderWay(self, [self._recorded(queue) for queue in self._queues], self.captured, kept)
+        return _UnderWay(
+            self, [self._recorded(queue) for queue in self._queues], self.captured, kept
+        )
 
     def let_wait(self, events: list[int], captured: set[int] | None) -> None:
         """Let the current stream wait for events of a capture (None: of none), which are free then. A capture
@@ -229,7 +237,9 @@ def check(failed: int) -> None:
 class _UnderWay:
     """The copies of one exchange."""
 
-    def __init__(self, engines: CopyEngines, events: list[int], captured: set[int] | None, kept: Any) -> None:
+    def __init__(
+        self, engines: CopyEngines, events: list[int], captured: set[int] | None, kept: Any
+    ) -> None:
         self._engines, self._events, self._captured, self._kept = engines, events, captured, kept
 
     def wait(self) -> None:
@@ -249,7 +259,9 @@ class HostMemory:
     streams wait, until the launcher or a watchdog ends them. Construction is collective, and raises
     HostMemoryError on every rank."""
 
-    def __init__(self, group: dist.ProcessGroup, streams: Callable[[int, int], Any] = CopyEngines) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, streams: Callable[[int, int], Any] = CopyEngines
+    ) -> None:
         self.group, self.rank, self.world = group, group.rank(), group.size()
         pairs = self.world * (self.world - 1)
         self._rings = -(-pairs * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -272,7 +284,9 @@ class HostMemory:
         """Map a file and make the streams; why it cannot be done, or None."""
         try:
             with open(path, "r+b") as file:
-                own = (self.world - 1) * SLOTS * self._slot  # touched first by the sender: near to its device
+                own = (
+                    (self.world - 1) * SLOTS * self._slot
+                )  # touched first by the sender: near to its device
                 os.posix_fallocate(file.fileno(), self._rings + self.rank * own, own)
                 self._memory = mmap.mmap(file.fileno(), size)
             self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -290,7 +304,9 @@ class HostMemory:
                 raise HostMemoryError(f"rank {rank}: {problem}")
         return [word for word, _ in views]
 
-    def exchange(self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], kept: Any) -> Any:
+    def exchange(
+        self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], kept: Any
+    ) -> Any:
         """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it, parts of ``kept``; a
         handle, whose ``wait`` lets later work wait for it. What is sent must not change before."""
         streams, own = self._streams, self.rank
@@ -315,7 +331,9 @@ def _create(size: int) -> tuple[str | None, str | None]:
                 f"{-(-size >> 20)} MiB of {_FOLDER} and as many for NCCL and data loaders are needed, "
                 f"{free >> 20} are free; give a container more (--shm-size)"
             )
-        with tempfile.NamedTemporaryFile(prefix="megatron-taco-", dir=_FOLDER, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            prefix="megatron-taco-", dir=_FOLDER, delete=False
+        ) as file:
             file.truncate(size)
     except OSError as error:
         return None, str(error)

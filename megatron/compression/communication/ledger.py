@@ -131,7 +131,9 @@ class Ledger:
         tally = self.tallies.get(key)
         if tally is None:
             if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
-                raise KeyError(f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}")
+                raise KeyError(
+                    f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}"
+                )
             tally = self.tallies[key] = Tally()
         tally.calls += times
         tally.sent += times * sent
@@ -144,7 +146,9 @@ class Ledger:
         sent = bytes_sent(operation, buffer_bytes, world_size)
         self.record(traffic, kind, operation, sent, sent)
 
-    def record_plain(self, traffic: str, operation: str, buffer_bytes: int, world_size: int) -> None:
+    def record_plain(
+        self, traffic: str, operation: str, buffer_bytes: int, world_size: int
+    ) -> None:
         """Say what the uncompressed operation would have sent for a compressed one."""
         plain = bytes_sent(operation, buffer_bytes, world_size)
         self.record(traffic, "compressed", f"instead_of_{operation}", 0, plain)
@@ -169,7 +173,16 @@ class Ledger:
 
     def rows(self) -> list[dict]:
         """Every tally as a JSON-ready row."""
-        names = ("phase", "traffic", "kind", "operation", "link", "calls", "sent_bytes", "plain_bytes")
+        names = (
+            "phase",
+            "traffic",
+            "kind",
+            "operation",
+            "link",
+            "calls",
+            "sent_bytes",
+            "plain_bytes",
+        )
         return [
             dict(zip(names, (*key, tally.calls, tally.sent, tally.plain), strict=True))
             for key, tally in sorted(self.tallies.items())

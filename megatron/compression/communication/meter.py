@@ -68,7 +68,11 @@ class ErrorMeter:
         if codec.lossless or not tensor.numel():
             return
         tensor = tensor.detach()
-        sample = tensor if codec.sees_shape else _sample(tensor, codec.block if codec.block > 1 else GROUP)
+        sample = (
+            tensor
+            if codec.sees_shape
+            else _sample(tensor, codec.block if codec.block > 1 else GROUP)
+        )
         finite = sample.isfinite()
         finite = finite.all() if codec.sees_shape else finite.all(dim=-1, keepdim=True)
         exact, found = sample.float(), []
@@ -137,9 +141,16 @@ class ErrorMeter:
         rows = []
         for (site, traffic), (sums, peaks, samples) in self._seen.items():
             relative, ordinary = (_relative(error, signal) for error, signal in sums.tolist())
-            row = {"site": site, "traffic": traffic, "relative_error": relative, "ordinary_error": ordinary}
+            row = {
+                "site": site,
+                "traffic": traffic,
+                "relative_error": relative,
+                "ordinary_error": ordinary,
+            }
             largest = float(peaks)
-            rows.append(row | {"peak": largest if math.isfinite(largest) else None, "samples": samples})
+            rows.append(
+                row | {"peak": largest if math.isfinite(largest) else None, "samples": samples}
+            )
         return rows
 
 
@@ -173,7 +184,9 @@ def _sample(tensor: torch.Tensor, size: int) -> torch.Tensor:
     if groups == 0:
         return values[None]
     stride = math.ceil(groups * size / SAMPLE_VALUES)
-    while math.gcd(stride, groups) > 1:  # else the same columns of the hidden dimension, again and again
+    while (
+        math.gcd(stride, groups) > 1
+    ):  # else the same columns of the hidden dimension, again and again
         stride += 1
     return values[: groups * size].view(groups, size)[::stride]
 

@@ -71,7 +71,9 @@ overflow = Overflow()
 """The process's: a pass has one state, whatever communicates in it."""
 
 
-def encode(codec: Codec, rows: torch.Tensor, transport: TorchTransport) -> tuple[Codec, torch.Tensor]:
+def encode(
+    codec: Codec, rows: torch.Tensor, transport: TorchTransport
+) -> tuple[Codec, torch.Tensor]:
     """What decodes on all ranks, the codec or ``AsIs`` where it is lossless and a rank's values did not fit,
     and uint8 ``[rows, bytes]`` of ``[rows, *shape]``."""
     payloads = codec.encode(rows)

@@ -44,7 +44,9 @@ class Choice:
 
     def names(self, site: str, layer: int | str | None) -> bool:
         """Whether it is for this site of a layer."""
-        return self.site in (None, site_kind(site)) and (self.layers is None or layer in self.layers)
+        return self.site in (None, site_kind(site)) and (
+            self.layers is None or layer in self.layers
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,11 @@ class Policy:
         )
 
     def decide(
-        self, traffic: str, nbytes: int | None = None, site: str = "", layer: int | str | None = None
+        self,
+        traffic: str,
+        nbytes: int | None = None,
+        site: str = "",
+        layer: int | str | None = None,
     ) -> Decision:
         """What to do with a message of ``nbytes`` over all ranks (None: its size does not matter).
 

@@ -114,7 +114,9 @@ class Message:
 
     __slots__ = ("codec", "operation", "site", "traffic", "why")
 
-    def __init__(self, site: CommSite, traffic: str, operation: str, codec: Codec | None, why: str) -> None:
+    def __init__(
+        self, site: CommSite, traffic: str, operation: str, codec: Codec | None, why: str
+    ) -> None:
         self.site, self.traffic, self.operation = site, traffic, operation
         self.codec, self.why = codec, why
 
@@ -141,7 +143,9 @@ class Message:
         """Start to gather what every rank has encoded, tensors of this shape and dtype: ``[W * n, ...]``."""
         if self.codec is None:
             return uncompressed_all_gather(payload, self.site.group)
-        return all_gather_encoded(payload, shape, dtype, self.codec, self.site.transport(self.traffic))
+        return all_gather_encoded(
+            payload, shape, dtype, self.codec, self.site.transport(self.traffic)
+        )
 
     def again(self, traffic: str, nbytes: int) -> "Message":
         """The same message once more, counted in another traffic class."""
@@ -150,7 +154,9 @@ class Message:
     def _measure(self, x: torch.Tensor) -> None:
         """Let the error meter measure what is encoded, when it is due."""
         site, policy = self.site, self.site.run.policy
-        if site.run.ledger.evaluating or not policy.meter.due(site.name, self.traffic, policy.iteration()):
+        if site.run.ledger.evaluating or not policy.meter.due(
+            site.name, self.traffic, policy.iteration()
+        ):
             return
         assert self.codec is not None
         first, second = self.codec.hops

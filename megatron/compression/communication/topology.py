@@ -101,13 +101,17 @@ class Topology:
         """Payload exchanges counted as compressed, over the whole group or the ranks of a link."""
 
         def count(operation: str, sent: int) -> None:
-            for part, size in self.split(operation, sent).items() if link is None else ((link, sent),):
+            for part, size in (
+                self.split(operation, sent).items() if link is None else ((link, sent),)
+            ):
                 if size:
                     ledger.record(traffic, "compressed", operation, size, 0, part)
 
         return self.transport_over(link, count)
 
-    def transport_over(self, link: str | None = None, on_send: OnSend | None = None) -> TorchTransport:
+    def transport_over(
+        self, link: str | None = None, on_send: OnSend | None = None
+    ) -> TorchTransport:
         """As ``transport``, with what counts the bytes."""
         if self.memory is not None and link == (None if self.nodes == 1 else INTRA):
             return HostTransport(self.memory, on_send)
@@ -121,7 +125,9 @@ class Topology:
         nodes, ranks = self.nodes, f"{self.local} rank{'s' if self.local > 1 else ''}"
         shape = f"{ranks} on one node" if nodes == 1 else f"{nodes} nodes of {ranks}"
         if not self.regular:
-            shape = f"{nodes} ranks, unevenly spread over nodes: one exchange, as if each were a node"
+            shape = (
+                f"{nodes} ranks, unevenly spread over nodes: one exchange, as if each were a node"
+            )
         shape += f", {1 + len(self.more)} communicators" if self.more else ""
         way = self.way or "payloads travel over torch.distributed"
         if self.memory is None or self.nodes == 1:
@@ -142,7 +148,9 @@ def find_topology(
     """
     transports = transports or Transports("collective", communicators=1)
     ranks = dist.get_process_group_ranks(group)
-    node_of_rank = nodes_of(group) if node_size is None else [i // node_size for i in range(len(ranks))]
+    node_of_rank = (
+        nodes_of(group) if node_size is None else [i // node_size for i in range(len(ranks))]
+    )
     shape = group_by_node(node_of_rank)
     nodes, local = shape or (len(ranks), 1)
     node, index = divmod(group.rank(), local)

@@ -71,19 +71,25 @@ class TorchTransport:
     fused_reduce_scatter: Callable[..., Work]
     fused_all_gather: Callable[..., Work]
 
-    def all_to_all(self, rows: torch.Tensor, to: Rows = None, came: Rows = None) -> tuple[torch.Tensor, Any]:
+    def all_to_all(
+        self, rows: torch.Tensor, to: Rows = None, came: Rows = None
+    ) -> tuple[torch.Tensor, Any]:
         """Start to send ``[n, size]`` of any dtype, the first ``to[0]`` rows to rank 0 and so on (None: the
         same number for all). ``[sum(came), size]``, in the order of the senders once the handle has been
         waited for."""
         rows = rows.contiguous()
-        received = torch.empty_like(rows) if came is None else rows.new_empty((sum(came), rows.shape[1]))
+        received = (
+            torch.empty_like(rows) if came is None else rows.new_empty((sum(came), rows.shape[1]))
+        )
         if self.on_send is not None:
             self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
         splits = ([], []) if to is None or came is None else (list(came), list(to))
         if len(self.groups) == 1:
             return received, self.group.alltoall_base(received, rows, *splits, _TO_ALL)
         return received, self._shared(
-            lambda group, into, part: group.alltoall_base(into, part, *splits, _TO_ALL), received, rows
+            lambda group, into, part: group.alltoall_base(into, part, *splits, _TO_ALL),
+            received,
+            rows,
         )
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -98,7 +104,9 @@ class TorchTransport:
             lambda group, into, part: group._allgather_base(into, part, _GATHER), gathered, payload
         )
 
-    def _shared(self, start: Callable[..., dist.Work], whole: torch.Tensor, x: torch.Tensor) -> Work:
+    def _shared(
+        self, start: Callable[..., dist.Work], whole: torch.Tensor, x: torch.Tensor
+    ) -> Work:
         """``start(group, into, part)`` of a share of the last dimension on each communicator."""
         shares = [share.contiguous() for share in x.tensor_split(len(self.groups), dim=-1)]
         parts = [whole.new_empty((len(whole), share.shape[-1])) for share in shares]
@@ -125,7 +133,9 @@ class HostTransport(TorchTransport):
         super().__init__(memory.group, on_send)
         self.memory = memory
 
-    def all_to_all(self, rows: torch.Tensor, to: Rows = None, came: Rows = None) -> tuple[torch.Tensor, Any]:
+    def all_to_all(
+        self, rows: torch.Tensor, to: Rows = None, came: Rows = None
+    ) -> tuple[torch.Tensor, Any]:
         """As over torch.distributed."""
         even = [len(rows) // self.world_size] * self.world_size
         to, came = to or even, came or even
@@ -135,7 +145,9 @@ class HostTransport(TorchTransport):
         received = rows.new_empty((sum(came), rows.shape[1]))
         if self.on_send is not None:
             self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
-        return received, self.memory.exchange(_parts(rows, to), _parts(received, came), (rows, received))
+        return received, self.memory.exchange(
+            _parts(rows, to), _parts(received, came), (rows, received)
+        )
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """As over torch.distributed."""
@@ -144,14 +156,19 @@ class HostTransport(TorchTransport):
         if self.on_send is not None:
             self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
         own = [DeviceBytes(payload.data_ptr(), payload.nbytes)] * self.world_size
-        return gathered, self.memory.exchange(own, _parts(gathered, [1] * len(own)), (payload, gathered))
+        return gathered, self.memory.exchange(
+            own, _parts(gathered, [1] * len(own)), (payload, gathered)
+        )
 
 
 def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
     """Where each rank's rows lie."""
     address, size = rows.data_ptr(), rows.shape[1] * rows.itemsize
     ends = accumulate(counts, initial=0)
-    return [DeviceBytes(address + end * size, count * size) for end, count in zip(ends, counts, strict=False)]
+    return [
+        DeviceBytes(address + end * size, count * size)
+        for end, count in zip(ends, counts, strict=False)
+    ]
 
 
 class SymmetricTransport(TorchTransport):
@@ -173,17 +190,23 @@ class SymmetricTransport(TorchTransport):
         first, second = (one and (one.group_size, one.hadamard, one.outliers) for one in configs)
         return first is not None and first == second
 
-    def fused_all_reduce(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
+    def fused_all_reduce(
+        self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None
+    ) -> Work:
         """The whole of ``all_reduce``."""
         first, second = (hop.fused_config for hop in codec.hops)
         assert first is not None, "fuses() is asked before"
-        out = self.symmetric.all_reduce(x, first, out=out, config_out=None if codec.one_exchange else second)
+        out = self.symmetric.all_reduce(
+            x, first, out=out, config_out=None if codec.one_exchange else second
+        )
         if self.world_size == 2 and codec.one_exchange:
             return self._completed(out, x.numel(), all_gather=first)
         piece = first.chunk_numel(x.numel(), self.world_size)
         return self._completed(out, piece, all_to_all=first, all_gather=second)
 
-    def fused_reduce_scatter(self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None) -> Work:
+    def fused_reduce_scatter(
+        self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None
+    ) -> Work:
         """The whole of ``reduce_scatter``."""
         out = self.symmetric.reduce_scatter(x, codec.fused_config, out=out)
         return self._completed(out, x.numel() // self.world_size, all_to_all=codec.fused_config)
@@ -198,7 +221,9 @@ class SymmetricTransport(TorchTransport):
     ) -> Work:
         """The whole of ``all_gather_encoded``."""
         if out is None:
-            out = torch.empty((self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device)
+            out = torch.empty(
+                (self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device
+            )
         self.symmetric.all_gather_encoded(payload, shape, dtype, codec.fused_config, out=out)
         return self._completed(out, torch.Size(shape).numel(), all_gather=codec.fused_config)
 
@@ -241,7 +266,9 @@ class Transports:
             count = self.count(group) if self._memory[group] is None else 1
             wanted += [dist.get_process_group_ranks(group)] * (count - 1)
             owners += [group] * (count - 1)
-            lines.append(line + (f", a share on each of {count} communicators" if count > 1 else ""))
+            lines.append(
+                line + (f", a share on each of {count} communicators" if count > 1 else "")
+            )
         for group, more in zip(owners, new_groups(wanted), strict=True):
             self._more_groups.setdefault(group, []).append(more)
         return lines
@@ -266,7 +293,9 @@ class Transports:
                 how += f"; MEGATRON_COMPRESSION_COMMUNICATORS={self.communicators} has nothing to share there"
             return f"payloads travel {how}"
         if self.choice == "host" or (self.choice == "symmetric" and fused):
-            raise TransportError(f"--compression-transport {self.choice} is not possible: {how}; use auto")
+            raise TransportError(
+                f"--compression-transport {self.choice} is not possible: {how}; use auto"
+            )
         return f"payloads travel over torch.distributed ({how})"
 
     def _memory_of(self, group: dist.ProcessGroup, fused: bool) -> tuple[object | None, str]:
@@ -353,6 +382,10 @@ def over_tcp(group: dist.ProcessGroup) -> bool:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     adapters = Path("/sys/class/infiniband")
-    infiniband = os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
-    hosts, sockets, fast = zip(*views((host, len(_own_disabled()) == 2, infiniband), group), strict=True)
+    infiniband = (
+        os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
+    )
+    hosts, sockets, fast = zip(
+        *views((host, len(_own_disabled()) == 2, infiniband), group), strict=True
+    )
     return not all(fast) and (len(set(hosts)) > 1 or all(sockets))

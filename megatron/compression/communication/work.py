@@ -19,7 +19,9 @@ class Work:
         exchanges: how many there are from here on.
     """
 
-    def __init__(self, pending: Any, finish: Callable[[], Any] | None = None, exchanges: int = 1) -> None:
+    def __init__(
+        self, pending: Any, finish: Callable[[], Any] | None = None, exchanges: int = 1
+    ) -> None:
         self._pending, self._finish, self._left = pending, finish, exchanges
         self._done, self._result = False, None
 
@@ -52,9 +54,17 @@ class Work:
             self._pending = self._finish = None  # nothing is kept alive
         elif type(next_one) is Work:
             self._done, self._result = next_one._done, next_one._result
-            self._pending, self._finish, self._left = next_one._pending, next_one._finish, next_one._left
+            self._pending, self._finish, self._left = (
+                next_one._pending,
+                next_one._finish,
+                next_one._left,
+            )
         else:  # it knows better how to move on
-            self._pending, self._finish, self._left = None, lambda: _step(next_one), next_one.exchanges
+            self._pending, self._finish, self._left = (
+                None,
+                lambda: _step(next_one),
+                next_one.exchanges,
+            )
 
     def wait(self) -> Any:
         """Complete it and return its result; a second call returns the same."""

@@ -85,7 +85,9 @@ def layout_of(syncs: Syncs) -> str | None:
         if shapes:
             spans = [(span.name, span.start, span.end) for span in bucket.spans]
             topology = bucket.topology
-            own.append((shapes, spans, bucket.numel, bucket.sharded, topology.nodes, topology.local))
+            own.append(
+                (shapes, spans, bucket.numel, bucket.sharded, topology.nodes, topology.local)
+            )
     every: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(every, hashlib.sha256(repr(own).encode()).hexdigest() if own else "")
     return hashlib.sha256("".join(every).encode()).hexdigest() if any(every) else None

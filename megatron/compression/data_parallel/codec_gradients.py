@@ -16,7 +16,11 @@ from megatron.compression.communication.collectives import sum_of_two
 from megatron.compression.communication.overflow import encode, sum_and_encode
 from megatron.compression.communication.topology import INTER, INTRA
 from megatron.compression.communication.work import Work, join
-from megatron.compression.data_parallel.compressor import GradientBucket, GradientCompressor, GradientSync
+from megatron.compression.data_parallel.compressor import (
+    GradientBucket,
+    GradientCompressor,
+    GradientSync,
+)
 from megatron.compression.errors import CompressionConfigError
 
 ALIGNMENT = 4096
@@ -55,7 +59,11 @@ def parse_gradient_compressor(text: str) -> GradientCompressor:
     flag = "--dp-compression"
     if "/" in text:
         return CodecGradients(parse_codec(text, flag))
-    registry = CODECS if GRADIENT_COMPRESSORS.entry(text.partition(":")[0]) is None else GRADIENT_COMPRESSORS
+    registry = (
+        CODECS
+        if GRADIENT_COMPRESSORS.entry(text.partition(":")[0]) is None
+        else GRADIENT_COMPRESSORS
+    )
     made = registry.parse(text, partial(offered, flag))
     if isinstance(made, Codec):
         return CodecGradients(made)
@@ -126,11 +134,15 @@ class CodecGradientSync(GradientSync):
             rows, transport = senders.view(*payloads.shape), bucket.transport(INTER)
             last, partial = sum_and_encode(first, rows, shape, values.dtype, self.last, transport)
             arrived, pending = transport.all_to_all(partial)
-            return Work(pending, lambda: self._finish_piece(last, arrived, begin, end), exchanges - 1)
+            return Work(
+                pending, lambda: self._finish_piece(last, arrived, begin, end), exchanges - 1
+            )
 
         return Work(pending, between_nodes, exchanges)
 
-    def _finish_piece(self, codec: Codec, wires: torch.Tensor, begin: int, end: int) -> torch.Tensor | Work:
+    def _finish_piece(
+        self, codec: Codec, wires: torch.Tensor, begin: int, end: int
+    ) -> torch.Tensor | Work:
         """Sum this rank's part of a piece from all senders' uint8 [S, bytes]; gather it where needed."""
         bucket, senders = self.bucket, wires[:, None]
         shape, dtype = (end - begin,), bucket.gradients.dtype

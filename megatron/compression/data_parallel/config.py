@@ -37,7 +37,9 @@ class DataParallelConfig(DimensionConfig):
     """Compression of the gradients and weights that data parallelism sends."""
 
     flag: ClassVar[str] = "--dp-compression"
-    idle: ClassVar[str] = "--dp-compression has no effect here: with one data-parallel rank nothing is sent"
+    idle: ClassVar[str] = (
+        "--dp-compression has no effect here: with one data-parallel rank nothing is sent"
+    )
 
     compression: str = "none"
     """Codec of the gradients, a gradient compressor such as tagc, or the recipe gradients-4bit; none =
@@ -56,7 +58,9 @@ class DataParallelConfig(DimensionConfig):
 
     def validate(self) -> None:
         if self.node_size is not None and self.node_size < 1:
-            raise CompressionConfigError(f"DataParallelConfig.node_size {self.node_size} must be at least 1")
+            raise CompressionConfigError(
+                f"DataParallelConfig.node_size {self.node_size} must be at least 1"
+            )
         for flag, codec in (
             (self.flag, getattr(self.compressor, "codec", None)),
             (f"{self.flag} outer=", self.outer_codec),
@@ -75,7 +79,9 @@ class DataParallelConfig(DimensionConfig):
     def hops(self) -> tuple[str, str | None]:
         """``compression`` without its outer=, which is the other; None: not given."""
         inner, *outer = re.split("[:,]outer=", self.compression, maxsplit=1)
-        return expand(self.flag, inner, None)[0], (expand(self.flag, outer[0], None)[0] if outer else None)
+        return expand(self.flag, inner, None)[0], (
+            expand(self.flag, outer[0], None)[0] if outer else None
+        )
 
     @property
     def compressor(self) -> GradientCompressor | None:
@@ -114,10 +120,17 @@ class DataParallelConfig(DimensionConfig):
         if start is None and compressor is not None:
             start = compressor.default_start_iteration(train_iters)
         return {
-            "dp.gradient": Rule(compressor, self.min_bytes, start_iteration=start or 0, activations=False),
+            "dp.gradient": Rule(
+                compressor, self.min_bytes, start_iteration=start or 0, activations=False
+            ),
             **{
-                traffic: Rule(codec, self.min_bytes, start_iteration=start_iteration or 0, activations=False)
-                for traffic, codec in (("dp.outer", self.outer_codec), ("dp.weight", self.weight_codec))
+                traffic: Rule(
+                    codec, self.min_bytes, start_iteration=start_iteration or 0, activations=False
+                )
+                for traffic, codec in (
+                    ("dp.outer", self.outer_codec),
+                    ("dp.weight", self.weight_codec),
+                )
             },
         }
 

@@ -133,8 +133,12 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     def _prepare_gradients(self) -> None:
         """What megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
         parameters = (parameter for bucket in self.buckets for parameter in bucket.params_list)
-        for replay in dict.fromkeys(getattr(one, "_cudagraph_wgrad_ready_event", None) for one in parameters):
-            if replay is not None:  # of a layer's CUDA graph, which may still add to these gradients
+        for replay in dict.fromkeys(
+            getattr(one, "_cudagraph_wgrad_ready_event", None) for one in parameters
+        ):
+            if (
+                replay is not None
+            ):  # of a layer's CUDA graph, which may still add to these gradients
                 torch.cuda.current_stream().wait_event(replay)
         for bucket in self.buckets:
             for parameter in bucket.params_with_extra_main_grads:
@@ -210,7 +214,10 @@ class Gradients(Dimension):
                 self.fsdp2.append(Fsdp2Compression(chunk.module, self.run, topology, self._say))
         if not self.config.enabled:
             return
-        if all(isinstance(one, MegatronModule) and not isinstance(one, _BaseDataParallel) for one in chunks):
+        if all(
+            isinstance(one, MegatronModule) and not isinstance(one, _BaseDataParallel)
+            for one in chunks
+        ):
             self._say(
                 "compression: --dp-compression has nothing to compress: the model is not wrapped by "
                 "DistributedDataParallel, as under --skip-train"
@@ -233,13 +240,20 @@ class Gradients(Dimension):
             instances = chunk.ddp_config.num_distributed_optimizer_instances
             self.config.check_instances(instances)
             if instances > 1:
-                self.topology(chunk.inter_dist_opt_group, 1 / chunk.intra_dp_cp_group.size(), "the outer")
+                self.topology(
+                    chunk.inter_dist_opt_group, 1 / chunk.intra_dp_cp_group.size(), "the outer"
+                )
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
-            names = {parameter: prefix + name for name, parameter in chunk.module.named_parameters()}
+            names = {
+                parameter: prefix + name for name, parameter in chunk.module.named_parameters()
+            }
             cut = self._cut(chunk.module)
             in_flight, sharing = InFlight(), parallel_state.get_expert_tensor_parallel_group
-            groups = [(one, parallel_state.get_tensor_model_parallel_group()) for one in chunk.bucket_groups]
+            groups = [
+                (one, parallel_state.get_tensor_model_parallel_group())
+                for one in chunk.bucket_groups
+            ]
             groups += [(one, sharing()) for one in chunk.expert_parallel_bucket_groups]
             for group, ranks in groups:
                 self._attach_group(group, names, in_flight, ranks, cut)
@@ -275,7 +289,11 @@ class Gradients(Dimension):
     ) -> None:
         config = group.ddp_config
         sharded = config.use_distributed_optimizer
-        ranks = group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
+        ranks = (
+            group.intra_distributed_optimizer_instance_group
+            if sharded
+            else group.data_parallel_group
+        )
         instances = config.num_distributed_optimizer_instances
         if ranks.size() == 1 and instances == 1:
             return
@@ -296,13 +314,17 @@ class Gradients(Dimension):
             if compressor is not None:
                 sync = compressor.build(view)
                 if sync.state() and not compressor.has_memory:
-                    raise TypeError(f"{type(compressor)} has syncs with a state; set has_memory = True")
+                    raise TypeError(
+                        f"{type(compressor)} has syncs with a state; set has_memory = True"
+                    )
                 group.gradient_syncs.append(sync)
                 self.syncs.append((sync, view))
             if instances > 1:
                 between = self.topology(group.inter_distributed_optimizer_instance_group)
                 average_outer = 1 / instances if config.average_in_collective else 1.0
-                outer = GradientBucket(view.shard, (), average_outer, False, between, self.ledger, "dp.outer")
+                outer = GradientBucket(
+                    view.shard, (), average_outer, False, between, self.ledger, "dp.outer"
+                )
                 group.outer.append(outer)
                 if self.outer_codec is not None:
                     group.outer_syncs.append(CodecGradientSync(outer, self.outer_codec))
@@ -313,11 +335,15 @@ class Gradients(Dimension):
                 parts = replicated_parts(values, spans, cut, first, gradients=True)
                 group.gradient_replicas.append(parts)
         # fp32 parameters have no separate master, so there is no difference to send.
-        mixed = sharded and all(b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets)
+        mixed = sharded and all(
+            b.param_data.dtype in (torch.bfloat16, torch.float16) for b in group.buckets
+        )
         if mixed and ranks.size() > 1 and self.policy.rule("dp.weight").codec is not None:
             nbytes = sum(bucket.param_data.nbytes for bucket in group.buckets)
             for bucket in group.buckets:
-                weights = BucketWeights(bucket.param_data, self.policy, topology, self.ledger, nbytes)
+                weights = BucketWeights(
+                    bucket.param_data, self.policy, topology, self.ledger, nbytes
+                )
                 setattr(bucket, ATTRIBUTE, weights)
                 group.weights.append(weights)
                 parts = replicated_parts(bucket.param_data.view(-1), spans_of(bucket, names), cut)

@@ -74,7 +74,9 @@ class BucketWeights:
         """Start to gather the pending payloads; ``wait`` applies them."""
         payload, codec, self.pending = self.pending, self._codec, None
         self.topology.record_plain(self.ledger, "dp.weight", "all_gather", self.weights.nbytes)
-        gathered, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(payload[None])
+        gathered, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(
+            payload[None]
+        )
 
         def apply() -> torch.Tensor:
             with torch.no_grad():
@@ -155,7 +157,9 @@ def align(parts: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -
         values = torch.cat(parts)
         dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
         if group.rank() == 0:
-            ledger.record_uncompressed("tp.other", "exact", "broadcast", values.nbytes, group.size())
+            ledger.record_uncompressed(
+                "tp.other", "exact", "broadcast", values.nbytes, group.size()
+            )
             return
         for part, value in zip(parts, values.split([part.numel() for part in parts]), strict=True):
             part.copy_(value)

@@ -54,7 +54,10 @@ class ExpertParallelConfig(SentOnce):
             )
         refuse_host_splits(args, self.flag)
         values = args.moe_latent_size or args.hidden_size
-        for flag, codec in ((self.flag, self.forward_codec), (self.backward_flag, self.backward_codec)):
+        for flag, codec in (
+            (self.flag, self.forward_codec),
+            (self.backward_flag, self.backward_codec),
+        ):
             if codec is not None and (reason := why_not_rows(codec, values)):
                 raise CompressionConfigError(f"{flag} {codec.name} {reason}")
 
@@ -66,5 +69,7 @@ class ExpertParallelConfig(SentOnce):
         lines = super().lines(args)
         alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
         if lines and alltoall and (args.expert_tensor_parallel_size or 1) > 1:
-            lines.append("ranks that share an expert send each other tokens as --tp-compression says")
+            lines.append(
+                "ranks that share an expert send each other tokens as --tp-compression says"
+            )
         return lines

@@ -29,9 +29,16 @@ class TokenSite(CommSite):
     ep between experts' ranks, tp between those that share each expert."""
 
     def __init__(
-        self, name: str, group: dist.ProcessGroup, run: Run, layer: int | str | None, dimension: str = "ep"
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        run: Run,
+        layer: int | str | None,
+        dimension: str = "ep",
     ) -> None:
-        super().__init__(name, group, run, layer, fused=False)  # equal parts alone have fused kernels
+        super().__init__(
+            name, group, run, layer, fused=False
+        )  # equal parts alone have fused kernels
         self.routed_bytes: int | None = None
         """Of all tokens that the group routes in a forward, the same on every rank; None: messages' own size
         is."""
@@ -66,7 +73,13 @@ class TokenSite(CommSite):
         return collective(x, decision.codec, transport, sizes).wait()
 
     def _row_transport(
-        self, decision: Decision, x: torch.Tensor, traffic: str, operation: str, plain: int, sent: int
+        self,
+        decision: Decision,
+        x: torch.Tensor,
+        traffic: str,
+        operation: str,
+        plain: int,
+        sent: int,
     ) -> TorchTransport:
         """What sends rows, which are counted (``plain`` bytes of the uncompressed operation, ``sent`` of the
         all-to-all without a codec), and measured when the error meter is due."""
@@ -95,7 +108,9 @@ class TokenExchange:
         self._exact = False
 
     @contextmanager
-    def under_way(self, way: Way, tokens: torch.Tensor | None = None, exact: bool = False) -> Iterator[None]:
+    def under_way(
+        self, way: Way, tokens: torch.Tensor | None = None, exact: bool = False
+    ) -> Iterator[None]:
         """While a dispatcher's own method runs, compress ``tokens`` (None: everything; ``exact``:
         nothing)."""
         before = self._way, self._tokens, self._exact
@@ -145,7 +160,9 @@ class TokenExchange:
             x,
             group,
             output_split_sizes,
-            lambda: original(x, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer),
+            lambda: original(
+                x, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer
+            ),
         )
 
     def reduce_scatter(
@@ -206,7 +223,9 @@ class TokenExchange:
     def _compresses(self, site: TokenSite, x: torch.Tensor, nbytes: int) -> bool:
         return self._sends_tokens(x) and site.compresses(nbytes, site.forward, site.backward)
 
-    def _count(self, site: TokenSite, x: torch.Tensor, there: tuple[str, int], back: tuple[str, int]) -> None:
+    def _count(
+        self, site: TokenSite, x: torch.Tensor, there: tuple[str, int], back: tuple[str, int]
+    ) -> None:
         """Count what megatron-core sends itself: now, and in the backward that will come."""
         forward, backward, why = _traffic(site, self._sends_tokens(x))
         site.count(forward, why or site.decide(forward, there[1]).why, *there)
@@ -237,7 +256,9 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple:
         """The gather of shared experts that run together with the dispatcher."""
         for site in (*self.dispatch.values(), *self.combine.values()):
-            site.routed_bytes = hidden_states.nbytes * self.config.moe_router_topk * site.group.size()
+            site.routed_bytes = (
+                hidden_states.nbytes * self.config.moe_router_topk * site.group.size()
+            )
         with TOKEN_EXCHANGE.under_way(self.dispatch):
             return super().dispatch_preprocess(hidden_states, *args, **kwargs)
 
@@ -246,7 +267,9 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         with TOKEN_EXCHANGE.under_way(self.dispatch, exact=True):
             return super().preprocess(routing_map)
 
-    def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, tokens: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``[n, h]`` compressed, their probabilities exact."""
         with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
             return super().token_dispatch(tokens, probs)
@@ -273,7 +296,9 @@ class CompressedAllGatherTokenDispatcher(MoEAllGatherTokenDispatcher):
     dispatch: Way
     combine: Way
 
-    def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_dispatch(
+        self, tokens: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``[n, h]`` compressed, probabilities and routing map exact."""
         with TOKEN_EXCHANGE.under_way(self.dispatch, tokens):
             return super().token_dispatch(tokens, probs)

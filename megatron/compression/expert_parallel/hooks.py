@@ -37,7 +37,9 @@ class ExpertParallel(Dimension):
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         groups = [group for chunk in chunks for group in self._attach_chunk(chunk)]
         if self.config.enabled:
-            for line in dict.fromkeys(self.run.transports.prepare(dict.fromkeys(groups), fused=False)):
+            for line in dict.fromkeys(
+                self.run.transports.prepare(dict.fromkeys(groups), fused=False)
+            ):
                 self.say(f"compression: experts: {line}")
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
@@ -74,9 +76,13 @@ class ExpertParallel(Dimension):
             number = layers[owner].layer_number if owner is not None else None
             symbols.change_class(dispatcher, compressed)
             for way in ("dispatch", "combine"):
-                sites = self._way(dispatcher, f"{site_name(path, number)}.{way}", layer_name(path, number))
+                sites = self._way(
+                    dispatcher, f"{site_name(path, number)}.{way}", layer_name(path, number)
+                )
                 setattr(dispatcher, way, sites)
-                counts_alone = isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.tp_ep_group
+                counts_alone = (
+                    isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.tp_ep_group
+                )
                 yield from (group for group in sites if group is not counts_alone)
 
     def _way(self, dispatcher: MoETokenDispatcher, name: str, layer: int | str | None) -> Way:

@@ -96,11 +96,16 @@ class Fsdp2Compression:
         memory = gradients is not None and gradients.has_memory
         ranks = [_ranks(names[0], group, weights, memory) for group, names in groups]
         each = list(dict.fromkeys(one for among in ranks for one in among))
-        each += each[:1] * (max(views(len(each), dist.group.WORLD)) - len(each))  # others may have more
+        each += each[:1] * (
+            max(views(len(each), dist.group.WORLD)) - len(each)
+        )  # others may have more
         self.topologies = {one: topology_of(one) for one in each}
         """Of the shards' ranks and, under HSDP, of the replicas'."""
         for (group, names), among in zip(groups, ranks, strict=True):
-            sums = [GradientSums(names, group, self.topologies[one], run, one is among[0]) for one in among]
+            sums = [
+                GradientSums(names, group, self.topologies[one], run, one is among[0])
+                for one in among
+            ]
             self.gathers.append(WeightGather(group, sums[0].topology, run, self._before_gather))
             self.reduces.append(GradientReduce(group, sums))
             group.modules[0].set_custom_all_gather(self.gathers[-1])
@@ -115,7 +120,9 @@ class Fsdp2Compression:
         say(f"compression: FSDP2: {len(groups)} modules: weights {what[0]}, gradients {what[1]}")
         for one, topology in self.topologies.items():
             if dist.get_backend(one) == "nccl" and topology.nodes == 1 and not over_tcp(one):
-                say("compression: FSDP2: these ranks share a host: leave it off unless you measure a gain")
+                say(
+                    "compression: FSDP2: these ranks share a host: leave it off unless you measure a gain"
+                )
 
     def weights_changed(self) -> None:
         """Look again whether lossless payloads fit. Collective. Optimizers' changes are noticed without."""
@@ -142,7 +149,9 @@ class Fsdp2Compression:
             sent = self.run.ledger.totals()["dp.gradient"]
             if sent["excluded"][0] and not sent["compressed"][0]:
                 why = "its layers have other names here, or are small; try tagc:layers=all"
-                self._say(f"compression: FSDP2: {gradients.codec.name} compresses no gradients: {why}")
+                self._say(
+                    f"compression: FSDP2: {gradients.codec.name} compresses no gradients: {why}"
+                )
 
     def _before_gather(self, gather: WeightGather) -> None:
         """Ask the ranks whether lossless payloads fit, where weights have changed or it is not known of
@@ -177,13 +186,17 @@ class Fsdp2Compression:
         line += f" ratio {plain / sent if sent else 1:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
         line += f" and gradients' memory of {memory / 1e6:.3f} MB"
         misfits = sum(one.fits is False for one in self.gathers)
-        return line + (f"; {misfits} modules do not fit, and are gathered uncompressed" if misfits else "")
+        return line + (
+            f"; {misfits} modules do not fit, and are gathered uncompressed" if misfits else ""
+        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a compressor of gradients remembers, by names of this rank, for torch.distributed.checkpoint
         and the same number of ranks; empty for codecs."""
         syncs = self._remembering().items()
-        return {f"{key}.{name}": values for key, sync in syncs for name, values in sync.state().items()}
+        return {
+            f"{key}.{name}": values for key, sync in syncs for name, values in sync.state().items()
+        }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Restore what ``state_dict`` gave."""
@@ -195,37 +208,67 @@ class Fsdp2Compression:
             return {}
         every = [sums for one in self.reduces for sums in one.sums if sums.numel]
         prefix = f"rank{dist.get_rank()}"
-        return {f"{prefix}.{number}": sums.built(sums.numel)[0] for number, sums in enumerate(every)}
+        return {
+            f"{prefix}.{number}": sums.built(sums.numel)[0] for number, sums in enumerate(every)
+        }
 
 
 def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[str]]]:
     """What ``fully_shard`` gathers and reduces together, and its parameters' names; at least one."""
     places = {module: name for name, module in model.named_modules()}
     states = [module._get_fsdp_state() for module in places if isinstance(module, FSDPModule)]
-    groups = [group for state in dict.fromkeys(states) if (group := state._fsdp_param_group) is not None]
+    groups = [
+        group for state in dict.fromkeys(states) if (group := state._fsdp_param_group) is not None
+    ]
     if not groups:
-        raise CompressionConfigError("attach() finds no parameters under FSDP2; call fully_shard() before it")
+        raise CompressionConfigError(
+            "attach() finds no parameters under FSDP2; call fully_shard() before it"
+        )
     infos = [[one._module_info for one in group.fsdp_params] for group in groups]
-    names = [[f"{places.get(one.module, '')}.{one.param_name}".strip(".") for one in own] for own in infos]
+    names = [
+        [f"{places.get(one.module, '')}.{one.param_name}".strip(".") for one in own]
+        for own in infos
+    ]
     return list(zip(groups, names, strict=True))
 
 
-def _ranks(name: str, group: FSDPParamGroup, weights: Codec | None, memory: bool) -> list[dist.ProcessGroup]:
+def _ranks(
+    name: str, group: FSDPParamGroup, weights: Codec | None, memory: bool
+) -> list[dist.ProcessGroup]:
     """Those that share a parameter group. Raises: CompressionConfigError: FSDP's settings are not covered."""
     own, mesh = group.fsdp_params, group.mesh_info
     dtypes = {group.mp_policy.param_dtype or one.sharded_param.dtype for one in own}
-    several = len(dtypes) > 1 or any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own)
-    no_room = dtypes - {torch.bfloat16, torch.float32} if weights is not None and weights.lossless else ()
+    several = len(dtypes) > 1 or any(
+        hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own
+    )
+    no_room = (
+        dtypes - {torch.bfloat16, torch.float32} if weights is not None and weights.lossless else ()
+    )
     scaled = memory and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes)
     hsdp = isinstance(mesh, HSDPMeshInfo)
     for found, reason in (
         (not isinstance(mesh, FSDPMeshInfo), "is replicated; use fully_shard()"),
-        (isinstance(group.offload_policy, CPUOffloadPolicy), "is offloaded to CPU; drop CPUOffloadPolicy"),
+        (
+            isinstance(group.offload_policy, CPUOffloadPolicy),
+            "is offloaded to CPU; drop CPUOffloadPolicy",
+        ),
         (isinstance(group._all_gather_comm, WeightGather), "is attached already; attach() once"),
-        (hsdp and group._all_reduce_hook is not None, "has the hook HSDP needs; drop set_all_reduce_hook()"),
-        (weights is not None and several, "gathers several types, or fp8; set param_dtype, or gather='none'"),
-        (no_room, "gathers neither bf16 nor fp32, which lossless shortens; use bf16, or gather='int8'"),
-        (scaled, "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"),
+        (
+            hsdp and group._all_reduce_hook is not None,
+            "has the hook HSDP needs; drop set_all_reduce_hook()",
+        ),
+        (
+            weights is not None and several,
+            "gathers several types, or fp8; set param_dtype, or gather='none'",
+        ),
+        (
+            no_room,
+            "gathers neither bf16 nor fp32, which lossless shortens; use bf16, or gather='int8'",
+        ),
+        (
+            scaled,
+            "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory",
+        ),
     ):
         if found:
             raise CompressionConfigError(f"attach(): the module of {name} {reason}")

@@ -20,7 +20,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
-from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync, ParameterSpan
+from megatron.compression.data_parallel.compressor import (
+    GradientBucket,
+    GradientSync,
+    ParameterSpan,
+)
 from megatron.compression.errors import CompressionConfigError
 
 TRAFFIC = "dp.gradient"
@@ -46,7 +50,9 @@ class GradientSums:
         for _ in range(self.topology.world_size if self.sharded else 1):
             for name, own in zip(self.names, self.group.fsdp_params, strict=True):
                 if own.sharded_param.requires_grad:
-                    piece = torch.nn.Parameter(torch.empty(own.padded_sharded_param_size, device="meta"))
+                    piece = torch.nn.Parameter(
+                        torch.empty(own.padded_sharded_param_size, device="meta")
+                    )
                     spans.append(ParameterSpan(name, piece, position, position + piece.numel()))
                     position = spans[-1].end
         return tuple(spans)
@@ -66,9 +72,15 @@ class GradientSums:
                     f"{', '.join(self.names)}; it needs the same in each, so choose a codec such as int8"
                 )
             policy, device = self.group.mp_policy, self.group.device
-            dtype = policy.reduce_dtype or policy.param_dtype or self.group.fsdp_params[0].sharded_param.dtype
+            dtype = (
+                policy.reduce_dtype
+                or policy.param_dtype
+                or self.group.fsdp_params[0].sharded_param.dtype
+            )
             nothing = torch.empty(1, dtype=dtype, device=device).expand(numel)
-            bucket = GradientBucket(nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger)
+            bucket = GradientBucket(
+                nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger
+            )
             self._built[numel] = compressor.build(bucket), bucket
         return self._built[numel]
 
@@ -83,7 +95,10 @@ class GradientSums:
 
     def buffer_bytes(self) -> int:
         """Of one reduction's payloads, sent and received; 0 where they are not a codec's."""
-        codec, ranks = getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None), self.topology.world_size
+        codec, ranks = (
+            getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None),
+            self.topology.world_size,
+        )
         numel = self.numel if ranks > 1 else 0
         return 2 * ranks * codec.payload_bytes((-(-numel // ranks),)) if codec and numel else 0
 
@@ -106,13 +121,21 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
             self.group.modules[0].set_all_reduce_hook(self._all_reduce)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op=False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op=False,
     ) -> dist.Work | None:
         """Sum ``[W * n]`` over the ranks into this rank's ``[n]``, on the current stream."""
         if not self._compresses(self.sums[0], "reduce_scatter", input_tensor):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # NCCL's, which multiplies before it adds
+        if op not in (
+            dist.ReduceOp.AVG,
+            dist.ReduceOp.SUM,
+        ):  # NCCL's, which multiplies before it adds
             divisor = self.group.gradient_divide_factor
         output_tensor.copy_(self.sums[0].sum(input_tensor, 1 / divisor))
         return None
@@ -120,7 +143,9 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
     def _all_reduce(self, row: Tensor) -> None:
         """Average this rank's row over the replicas, in place, as FSDP does under HSDP."""
         if row.is_cuda:
-            row.record_stream(torch.cuda.current_stream())  # FSDP keeps it for its own all-reduce alone
+            row.record_stream(
+                torch.cuda.current_stream()
+            )  # FSDP keeps it for its own all-reduce alone
         if self._partial is not None:
             row += self._partial
         self._partial = None if self.group.all_reduce_grads else row.clone()
@@ -139,5 +164,7 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
         """Whether a reduction is compressed; one that is not is counted."""
         codec, why = sums.run.policy.decide(TRAFFIC, gradients.nbytes)
         if codec is None:
-            sums.topology.record_uncompressed(sums.run.ledger, TRAFFIC, why, operation, gradients.nbytes)
+            sums.topology.record_uncompressed(
+                sums.run.ledger, TRAFFIC, why, operation, gradients.nbytes
+            )
         return codec is not None

@@ -59,11 +59,17 @@ class WeightGather(DefaultAllocMixin, AllGather):
         return codec.overflow_flag(codec.encode(shard[None])).clone()
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Gather ``[n]`` of every rank into ``[W * n]``, of which it is a part, on the current stream."""
         ledger, nbytes = self.run.ledger, output_tensor.nbytes
-        if group is not self.topology.group:  # reshard_after_forward=N gathers from N ranks in the backward
+        if (
+            group is not self.topology.group
+        ):  # reshard_after_forward=N gathers from N ranks in the backward
             ledger.record_uncompressed(TRAFFIC, "exact", "all_gather", nbytes, group.size())
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
         if not is_bw():  # else as in the forward

@@ -46,9 +46,15 @@ class DenseModel:
     """Width of one expert."""
 
 
-def _qwen25(layers, hidden, ffn, heads, groups, tied=False, positions=131072, **others) -> DenseModel:
+def _qwen25(
+    layers, hidden, ffn, heads, groups, tied=False, positions=131072, **others
+) -> DenseModel:
     sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads, "groups": groups}
-    sizes |= {"head_dim": hidden // heads, "vocabulary": 151936 if tied else 152064, "positions": positions}
+    sizes |= {
+        "head_dim": hidden // heads,
+        "vocabulary": 151936 if tied else 152064,
+        "positions": positions,
+    }
     return DenseModel(family="qwen2", tied=tied, **sizes, **others)
 
 
@@ -167,7 +173,11 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     return added + arguments, added
 
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """Of Llama 3.1's scaling of low frequencies; megatron-core has them as constants."""
 _KEYS = {
     **{"layers": "num_hidden_layers", "hidden": "hidden_size", "ffn": "intermediate_size"},
@@ -176,7 +186,12 @@ _KEYS = {
 }
 """Fields of a model that every config.json has under one key."""
 _FIXED = {
-    **{"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "quantization_config": None},
+    **{
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "mlp_bias": False,
+        "quantization_config": None,
+    },
     "attention_bias": False,  # would put a bias on the output projection as well
 }
 """Keys with one value that Megatron's flags can express."""
@@ -197,10 +212,14 @@ def model_from_config(config: dict[str, Any]) -> DenseModel:
     """
     family = config.get("model_type")
     if family not in ("qwen2", "qwen3", "llama"):
-        raise InputError(f"config.json: model_type {family!r} is not covered; use qwen2, qwen3 or llama")
+        raise InputError(
+            f"config.json: model_type {family!r} is not covered; use qwen2, qwen3 or llama"
+        )
     for key, wanted in _FIXED.items():
         if config.get(key, wanted) != wanted:
-            raise InputError(f"config.json: {key} = {config[key]!r} is not covered, only {wanted!r}")
+            raise InputError(
+                f"config.json: {key} = {config[key]!r} is not covered, only {wanted!r}"
+            )
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise InputError("config.json: layer_types other than full_attention are not covered")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -212,11 +231,15 @@ def model_from_config(config: dict[str, Any]) -> DenseModel:
         )
     base = rope.get("rope_theta", config.get("rope_theta", 10000 if family == "llama" else None))
     if base is None or base != int(base):
-        raise InputError(f"config.json: rope_theta must be a whole number (--rotary-base), not {base}")
+        raise InputError(
+            f"config.json: rope_theta must be a whole number (--rotary-base), not {base}"
+        )
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     if heads % groups:
-        raise InputError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}")
+        raise InputError(
+            f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}"
+        )
     return DenseModel(
         family=family,
         **{name: config[key] for name, key in _KEYS.items()},

@@ -45,8 +45,13 @@ _LAYER = {
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
 _OF_FAMILY = {
-    "qwen2": {"self_attention.linear_qkv.bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv")},
-    "qwen3": {f"self_attention.{name}_layernorm.weight": (f"self_attn.{name}_norm.weight",) for name in "qk"},
+    "qwen2": {
+        "self_attention.linear_qkv.bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
+    },
+    "qwen3": {
+        f"self_attention.{name}_layernorm.weight": (f"self_attn.{name}_norm.weight",)
+        for name in "qk"
+    },
     "llama": {},
 }
 
@@ -69,7 +74,9 @@ def sources(model: DenseModel) -> dict[str, tuple[str, ...]]:
 def merge(tensors: list[torch.Tensor], model: DenseModel) -> torch.Tensor:
     """A parameter of its Hugging Face tensors: three are q, k and v, two gate and up, weights or biases."""
     if len(tensors) == 3:
-        return torch.cat([tensor.unflatten(0, (model.groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
+        return torch.cat(
+            [tensor.unflatten(0, (model.groups, -1)) for tensor in tensors], dim=1
+        ).flatten(0, 1)
     return torch.cat(tensors)
 
 
@@ -88,17 +95,23 @@ def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
     from safetensors import safe_open
 
     index = folder / INDEX
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    names = (
+        set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    )
     if missing := [name for name in sorted(names) if not (folder / name).is_file()]:
-        raise InputError(f"{folder} has no {missing[0]}; save the model with safe_serialization=True")
+        raise InputError(
+            f"{folder} has no {missing[0]}; save the model with safe_serialization=True"
+        )
     files = {name: safe_open(folder / name, "pt") for name in names}
-    held = {tensor: file for file in files.values() for tensor in file.keys()}  # noqa: SIM118
+    held = {tensor: file for file in files.values() for tensor in file.keys()}
     expected = sources(model)
     wanted = {one for tensors in expected.values() for one in tensors}
     if model.tied:
         held.pop("lm_head.weight", None)
     if other := sorted(wanted.symmetric_difference(held)):
-        raise InputError(f"{folder} and a {model.family} model differ in tensors: {', '.join(other[:5])}")
+        raise InputError(
+            f"{folder} and a {model.family} model differ in tensors: {', '.join(other[:5])}"
+        )
     for name, parameter in chunk.named_parameters():
         rows = parameter[: model.vocabulary] if "layers" not in name else parameter
         parameter.data.zero_()
@@ -120,10 +133,16 @@ def write(chunk: torch.nn.Module, model: DenseModel, folder: Path, dtype: torch.
 
 
 @contextlib.contextmanager
-def built(name: str, dtype: torch.dtype, flags: list[str] | None = None) -> Iterator[SimpleNamespace]:
+def built(
+    name: str, dtype: torch.dtype, flags: list[str] | None = None
+) -> Iterator[SimpleNamespace]:
     """Megatron's global state around a model, of ``--qwen-model``, with weights of no meaning: ``args``,
     ``chunks``, ``groups``. A process group that is there already is used and left; ``flags`` win."""
-    for variable, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "RANK": "0"}.items():
+    for variable, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29400",
+        "RANK": "0",
+    }.items():
         os.environ.setdefault(variable, value)
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.setdefault(variable, "1")

@@ -27,7 +27,9 @@ def on_gradient_sync(record: Callable[[str, Any, str, int, int], None]) -> None:
     around(_ParamAndGradBucketGroup, "start_grad_sync", ("self", "force_all_reduce"), sync)
 
 
-def _record_gradient_sync(bucket_group, force_all_reduce: bool, record: Callable[..., None]) -> None:
+def _record_gradient_sync(
+    bucket_group, force_all_reduce: bool, record: Callable[..., None]
+) -> None:
     config, inner = bucket_group.ddp_config, functools.partial(record, "dp.gradient", bucket_group)
     for bucket in bucket_group.buckets:
         if not config.use_distributed_optimizer:
@@ -37,7 +39,9 @@ def _record_gradient_sync(bucket_group, force_all_reduce: bool, record: Callable
         operation = "all_reduce" if force_all_reduce else "reduce_scatter"
         inner(operation, bucket.grad_data.nbytes, shards)
         if (instances := config.num_distributed_optimizer_instances) > 1:
-            record("dp.outer", bucket_group, "all_reduce", bucket.grad_data.nbytes // shards, instances)
+            record(
+                "dp.outer", bucket_group, "all_reduce", bucket.grad_data.nbytes // shards, instances
+            )
 
 
 def on_parameter_sync(record: Callable[[Any, str, int, int], None]) -> None:
@@ -129,12 +133,18 @@ def through_token_exchange(exchange: Any) -> None:
     alone, as shared experts do. Not reached: DeepEP, HybridEP and NCCL-EP, whose kernels send.
     """
     moe = "megatron.core.transformer.moe"
-    modules = [importlib.import_module(f"{moe}.{name}") for name in ("token_dispatcher", "shared_experts")]
+    modules = [
+        importlib.import_module(f"{moe}.{name}") for name in ("token_dispatcher", "shared_experts")
+    ]
 
     given, region = ("input_", "group"), "sequence_parallel_region"
     for name, parameters, take in (
         ("all_to_all", (*given, "output_split_sizes_", "input_split_sizes"), exchange.all_to_all),
-        (f"gather_from_{region}", (*given, "output_split_sizes", "use_global_buffer"), exchange.gather),
+        (
+            f"gather_from_{region}",
+            (*given, "output_split_sizes", "use_global_buffer"),
+            exchange.gather,
+        ),
         (f"reduce_scatter_to_{region}", (*given, "input_split_sizes"), exchange.reduce_scatter),
     ):
         for module in modules:
@@ -185,7 +195,10 @@ def after_schedules(after: Callable[[], None]) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     for name in ("without_interleaving", "with_interleaving"):
-        schedule, parameters = f"forward_backward_pipelining_{name}", ("forward_step_func", "forward_only")
+        schedule, parameters = (
+            f"forward_backward_pipelining_{name}",
+            ("forward_step_func", "forward_only"),
+        )
         follow(schedules, schedule, parameters, lambda result, given: after())
 
 
@@ -217,7 +230,11 @@ def through_exchanges(exchanges: Any) -> None:
     functions = (
         ("allreduce", ("inp", "tp_group", "async_op"), exchanges.all_reduce),
         ("reduce_scatter_along_first_dim", scatter, exchanges.reduce_scatter),
-        ("gather_along_first_dim", ("inp", "process_group", "async_op", "quantizer"), exchanges.gather),
+        (
+            "gather_along_first_dim",
+            ("inp", "process_group", "async_op", "quantizer"),
+            exchanges.gather,
+        ),
     )
     for short in ("linear", "layernorm_linear", "base"):
         module = importlib.import_module(f"transformer_engine.pytorch.module.{short}")

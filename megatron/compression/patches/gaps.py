@@ -58,7 +58,9 @@ def predict_with_own_layers() -> None:
 
     def run(result: Any, given: dict) -> None:
         block = given["transformer_layer_spec"]
-        for parts in [layer.submodules for layer in result.layer_specs] if result is not None else []:
+        for parts in (
+            [layer.submodules for layer in result.layer_specs] if result is not None else []
+        ):
             parts.enorm = parts.hnorm = parts.layer_norm = block.layer_norm
             parts.mtp_model_layer = (block.layer_specs or [parts.mtp_model_layer])[-1]
 
@@ -75,7 +77,12 @@ def fill_rope_slot(rotary: Callable) -> bool:
     from megatron.core.models.common.embeddings import rope_utils
 
     if rope_utils.fused_apply_rotary_pos_emb is None:
-        put(rope_utils, "fused_apply_rotary_pos_emb", rotary, "the slot of Transformer Engine's kernel")
+        put(
+            rope_utils,
+            "fused_apply_rotary_pos_emb",
+            rotary,
+            "the slot of Transformer Engine's kernel",
+        )
     return rope_utils.fused_apply_rotary_pos_emb is rotary
 
 
@@ -105,7 +112,12 @@ def keep_buffers_of_layer_graphs() -> None:
     """
     from megatron.core.transformer import cuda_graphs
 
-    put(cuda_graphs, "make_weakref", lambda tensor, inplace=True: tensor, "torch's kernels save in C++")
+    put(
+        cuda_graphs,
+        "make_weakref",
+        lambda tensor, inplace=True: tensor,
+        "torch's kernels save in C++",
+    )
 
 
 def build_gpt2_from_its_files() -> None:
@@ -125,7 +137,9 @@ def build_gpt2_from_its_files() -> None:
             shutil.copyfile(vocab_file, folder / "vocab.json")
             shutil.copyfile(merges_file, folder / "merges.txt")
             (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-            (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+            (folder / "tokenizer_config.json").write_text(
+                json.dumps({"tokenizer_class": "GPT2Tokenizer"})
+            )
             with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=name):
                 return init(self, tokenizer_path, vocab_file, merges_file, **others)
 
@@ -156,7 +170,12 @@ def make_torch_adam_resumable() -> None:
     if module.HAVE_APEX_OR_TE:
         return
     optimizer = module.DistributedOptimizer
-    around(optimizer, "sharded_state_dict", ("model_sharded_state_dict", "is_loading"), _primed_for_loading)
+    around(
+        optimizer,
+        "sharded_state_dict",
+        ("model_sharded_state_dict", "is_loading"),
+        _primed_for_loading,
+    )
     around(optimizer, "load_state_dict", ("state_dict",), _with_own_steps)
     states = "_set_main_param_and_optimizer_states"
     around(optimizer, states, ("model_param", "tensors"), _with_step_of_group)
@@ -182,7 +201,9 @@ def prime(optimizer: "torch.optim.Optimizer") -> None:
                 state["exp_avg_sq"] = torch.zeros_like(param.data)
 
 
-def _primed_for_loading(original, self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
+def _primed_for_loading(
+    original, self, model_sharded_state_dict, is_loading=False, *args, **kwargs
+):
     if is_loading and _has_torch_adam(self):
         prime(self.optimizer)
     return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)

@@ -151,7 +151,9 @@ def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
     """
     from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
 
-    checked: dict[str, Any] | None = None  # the machine's results before the pass that may be repeated
+    checked: dict[str, Any] | None = (
+        None  # the machine's results before the pass that may be repeated
+    )
 
     def should_run(should_run_forward_backward, self, data_iterator):
         nonlocal checked
@@ -166,7 +168,11 @@ def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
             checked = _results(self)
             return True
         runs = should_run_forward_backward(self, data_iterator)
-        if runs and self.mode == RerunMode.VALIDATE_RESULTS and self.state == RerunState.INITIAL_RUN:
+        if (
+            runs
+            and self.mode == RerunMode.VALIDATE_RESULTS
+            and self.state == RerunState.INITIAL_RUN
+        ):
             begin()
             checked = _results(self)
         return runs
@@ -192,7 +198,13 @@ def _results(machine: Any) -> dict[str, Any]:
     return results | {"error_injector": copy.copy(machine.error_injector)}
 
 
-_CHECKED = ("rerun_requested", "failed_validation_call", "initial_result", "large_value_counts", "max_values")
+_CHECKED = (
+    "rerun_requested",
+    "failed_validation_call",
+    "initial_result",
+    "large_value_counts",
+    "max_values",
+)
 """What a pass's results change in megatron-core's machine."""
 
 
@@ -260,4 +272,6 @@ def on_checkpoint_read(after: Callable[[dict | None], None]) -> None:
     """
     from megatron.training import checkpointing
 
-    follow(checkpointing, "_load_base_checkpoint", ("rank0",), lambda result, given: after(result[0]))
+    follow(
+        checkpointing, "_load_base_checkpoint", ("rank0",), lambda result, given: after(result[0])
+    )

@@ -27,7 +27,9 @@ def replace(owner: Any, name: str, parameters: tuple[str, ...], wrap: Callable) 
     where, patch = _where(owner, name), f"{wrap.__module__}.{wrap.__qualname__}"
     original = getattr(owner, name, None)
     if not callable(original):
-        raise PatchError(f"{where} does not exist in this version; install those of constraints.txt")
+        raise PatchError(
+            f"{where} does not exist in this version; install those of constraints.txt"
+        )
     if (before := getattr(original, _MARK, patch)) != patch:
         raise PatchError(f"{where} is replaced by {before} already; {patch} has to be part of that")
     if hasattr(original, _MARK):
@@ -57,7 +59,9 @@ def around(owner: Any, name: str, parameters: tuple[str, ...], call: Callable) -
     replace(owner, name, parameters, wrap)
 
 
-def follow(owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[Any, dict], None]) -> None:
+def follow(
+    owner: Any, name: str, parameters: tuple[str, ...], after: Callable[[Any, dict], None]
+) -> None:
     """Have ``after(result, arguments)``, arguments by name, called after each call of ``owner.name``; else as
     ``replace``."""
 
@@ -82,7 +86,9 @@ def put(owner: Any, name: str, value: Any, why: str) -> None:
     """
     if not hasattr(owner, name):
         where = _where(owner, name)
-        raise PatchError(f"{where} does not exist in this version; install those of constraints.txt")
+        raise PatchError(
+            f"{where} does not exist in this version; install those of constraints.txt"
+        )
     setattr(owner, name, value)
     logger.debug("patch: %s: %s", _where(owner, name), why)
 
@@ -102,7 +108,9 @@ def hide(package: str, why: str) -> None:
     """
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         del sys.modules[name]
-    sys.modules[package] = None  # what the import system itself writes for a package that must not load
+    sys.modules[package] = (
+        None  # what the import system itself writes for a package that must not load
+    )
     logger.debug("patch: %s is hidden: %s", package, why)
 
 

@@ -32,7 +32,9 @@ class Arrival:
     def __init__(self, codec: Codec | None, shape: torch.Size, dtype: torch.dtype) -> None:
         self._codec, self._shape = codec, shape
         device = torch.cuda.current_device()
-        size = shape if codec is None else 0  # empty until it is decoded, so that nobody reads it too early
+        size = (
+            shape if codec is None else 0
+        )  # empty until it is decoded, so that nobody reads it too early
         self.tensor = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
         self.buffer = self.tensor
         if codec is not None:
@@ -119,23 +121,33 @@ class PipelineExchange:
         with torch.no_grad():
             for name, shape, due in zip(RECEIVED, shapes, (recv_prev, recv_next), strict=True):
                 if due:
-                    arrivals[name] = self._arrival(communicator.config.pipeline_dtype, TRAFFIC[name], shape)
-            payloads = {name: self._payload(communicator, TRAFFIC[name], x) for name, x in tensors.items()}
+                    arrivals[name] = self._arrival(
+                        communicator.config.pipeline_dtype, TRAFFIC[name], shape
+                    )
+            payloads = {
+                name: self._payload(communicator, TRAFFIC[name], x) for name, x in tensors.items()
+            }
             encoded = {name for name, payload in payloads.items() if payload is not tensors[name]}
             works = self._start(communicator, payloads, encoded, arrivals)
             if wait_on_reqs:
                 works = _complete(communicator, works, arrivals)
             else:
-                works |= {name: works[name].then(arrival.decode) for name, arrival in arrivals.items()}
+                works |= {
+                    name: works[name].then(arrival.decode) for name, arrival in arrivals.items()
+                }
         received = (arrivals[name].tensor if name in arrivals else None for name in RECEIVED)
         return *received, works
 
     def _decide(self, traffic: str, shape: Sequence[int], dtype: torch.dtype) -> Decision:
         return self.policy.decide(traffic, torch.Size(shape).numel() * dtype.itemsize)
 
-    def _arrival(self, dtype: torch.dtype | None, traffic: str, shape: Sequence[int] | None) -> Arrival:
+    def _arrival(
+        self, dtype: torch.dtype | None, traffic: str, shape: Sequence[int] | None
+    ) -> Arrival:
         if dtype is None or shape is None:
-            raise RuntimeError("pipeline_dtype and the tensor's shape must be known to receive from a stage")
+            raise RuntimeError(
+                "pipeline_dtype and the tensor's shape must be known to receive from a stage"
+            )
         return Arrival(self._decide(traffic, shape, dtype).codec, torch.Size(shape), dtype)
 
     def _payload(
@@ -187,7 +199,9 @@ class PipelineExchange:
         for names, request in requests.items():
             work = Work(request)
             if encoded.issuperset(names):
-                held = [payloads[name] for name in names]  # alive until the request has been waited for
+                held = [
+                    payloads[name] for name in names
+                ]  # alive until the request has been waited for
                 self.in_flight.add(Work(request, partial(_used_here, *held)))
                 work = Work.completed()
             works |= dict.fromkeys(names, work)
@@ -203,7 +217,9 @@ def _used_here(*tensors: torch.Tensor) -> None:
 
 
 def _complete(
-    communicator: p2p_communication.P2PCommunicator, works: dict[str, Work], arrivals: dict[str, Arrival]
+    communicator: p2p_communication.P2PCommunicator,
+    works: dict[str, Work],
+    arrivals: dict[str, Arrival],
 ) -> None:
     """Wait for everything that the schedule has to wait for, and decode what has arrived."""
     config, pending = communicator.config, [work for work in works.values() if not work.done]
@@ -220,7 +236,9 @@ def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ..
     if len(requests) != len(messages):
         (request,) = requests
         return {tuple(messages): request}
-    order = [name for name in ("send_prev", "recv_prev", "send_next", "recv_next") if name in messages]
+    order = [
+        name for name in ("send_prev", "recv_prev", "send_next", "recv_next") if name in messages
+    ]
     return {(name,): request for name, request in zip(order, requests, strict=True)}
 
 

@@ -10,10 +10,14 @@ from megatron.compression.report.render import LINE, comparison_markdown, draw
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the comparison, and write it where asked; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megatron.compression.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.compression.report", description=__doc__
+    )
     parser.add_argument("baseline", type=Path, help="report folder of the run to compare with")
     parser.add_argument("run", type=Path, help="report folder of the run in question")
-    parser.add_argument("--output", type=Path, help="folder to write comparison.md, loss.png and time.png to")
+    parser.add_argument(
+        "--output", type=Path, help="folder to write comparison.md, loss.png and time.png to"
+    )
     options = parser.parse_args(arguments)
     reports = []
     for directory in (options.baseline, options.run):

@@ -53,12 +53,16 @@ def scalars(per_iteration: dict[str, BytesByKind]) -> dict[str, float]:
 
 def traffic_total(kinds: BytesByKind) -> tuple[float, float]:
     """(sent, plain) of a traffic class."""
-    return sum(pair["sent"] for pair in kinds.values()), sum(pair["plain"] for pair in kinds.values())
+    return sum(pair["sent"] for pair in kinds.values()), sum(
+        pair["plain"] for pair in kinds.values()
+    )
 
 
 def dimension_total(per_iteration: dict[str, BytesByKind], prefix: str) -> tuple[float, float]:
     """(sent, plain) of the traffic whose names begin so (``DIMENSIONS``), what is left exact included."""
-    totals = [traffic_total(kinds) for name, kinds in per_iteration.items() if name.startswith(prefix)]
+    totals = [
+        traffic_total(kinds) for name, kinds in per_iteration.items() if name.startswith(prefix)
+    ]
     return sum(sent for sent, _ in totals), sum(plain for _, plain in totals)
 
 
@@ -74,8 +78,12 @@ def summarize(report: dict) -> dict:
     return {
         "milliseconds_per_iteration": _median_time(training),
         "peak_memory_bytes": largest(report.get("memory_by_rank", [])),
-        "bytes_per_iteration": {name: _pair(*total) for name, total in totals.items() if any(total)},
-        "bytes_between_nodes": {name: _pair(one["sent"], one["plain"]) for name, one in crossed.items()},
+        "bytes_per_iteration": {
+            name: _pair(*total) for name, total in totals.items() if any(total)
+        },
+        "bytes_between_nodes": {
+            name: _pair(one["sent"], one["plain"]) for name, one in crossed.items()
+        },
         "tp_bytes_per_iteration": dimensions["tensor parallel"][0],
         "dimensions": {
             name: _pair(*total) | {"ratio": total[1] / total[0]}
@@ -92,7 +100,9 @@ def summarize(report: dict) -> dict:
 
 def largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
     """The largest value of any rank, by name."""
-    return {name: max(rank.get(name, 0) for rank in by_rank) for name in by_rank[0]} if by_rank else {}
+    return (
+        {name: max(rank.get(name, 0) for rank in by_rank) for name in by_rank[0]} if by_rank else {}
+    )
 
 
 def training_rows(report: dict) -> list[dict]:
@@ -134,7 +144,9 @@ def _pair(sent: float, plain: float) -> dict[str, float]:
 
 def _median_time(training: list[dict]) -> float | None:
     """Milliseconds; the first interval is left out, which holds the warm-up."""
-    times = [row["milliseconds_per_iteration"] for row in training if "milliseconds_per_iteration" in row]
+    times = [
+        row["milliseconds_per_iteration"] for row in training if "milliseconds_per_iteration" in row
+    ]
     return statistics.median(times[1:] or times) if times else None
 
 

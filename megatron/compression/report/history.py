@@ -83,7 +83,9 @@ class History:
         path = self.directory / HISTORY_FILE
         text = "".join(to_json(pending) + "\n" for pending in self._pending)
         with open(path, "a+b") as file:
-            if file.tell():  # a write that failed half-way, or a killed run, leaves a line without its end
+            if (
+                file.tell()
+            ):  # a write that failed half-way, or a killed run, leaves a line without its end
                 file.seek(-1, 2)
                 text = text if file.read() == b"\n" else "\n" + text
             file.write(text.encode())

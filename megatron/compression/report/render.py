@@ -50,7 +50,15 @@ def _markdown(report: dict, pictures: list[str], why_none: str | None) -> str:
     lines += ["", *([f"![{name}]({name})" for name in pictures] or [f"No pictures: {why_none}."])]
     lines += ["", "## Words", "", *_words(report)]
     settings = report["settings"].get("compression", {})
-    lines += ["", "## Settings of compression", "", "```json", to_json(settings, indent=1), "```", ""]
+    lines += [
+        "",
+        "## Settings of compression",
+        "",
+        "```json",
+        to_json(settings, indent=1),
+        "```",
+        "",
+    ]
     lines += [f"Megatron's arguments are in {REPORT_FILE}.", ""]
     return "\n".join(lines)
 
@@ -64,7 +72,9 @@ def _bytes(summary: dict) -> list[str]:
     cells = []
     for name, pair in rows.items():
         sent, plain = pair["sent"], pair["uncompressed"]
-        shares = (f"{plain / sent:.3f}", f"{sent / rows['all']['sent']:.1%}") if sent else ("-", "-")
+        shares = (
+            (f"{plain / sent:.3f}", f"{sent / rows['all']['sent']:.1%}") if sent else ("-", "-")
+        )
         cells.append((name, f"{sent / 1e6:.3f}", f"{plain / 1e6:.3f}", *shares))
     return table(("traffic", "sent (MB)", "uncompressed (MB)", "ratio", "share of all"), *cells)
 
@@ -73,7 +83,10 @@ def _figures(summary: dict) -> list[str]:
     time = summary[_TIME]
     lines = [f"Time of an iteration: {time:.1f} ms (median).", ""] if time is not None else []
     for name, peak in summary["peak_memory_bytes"].items():
-        lines += [f"{MEMORY[name].capitalize()}: {peak / 1e6:,.0f} MB (the largest of any rank).", ""]
+        lines += [
+            f"{MEMORY[name].capitalize()}: {peak / 1e6:,.0f} MB (the largest of any rank).",
+            "",
+        ]
     losses = {
         "training": ("first_loss", "last_loss"),
         "validation": ("first_validation_loss", "validation_loss"),
@@ -102,7 +115,9 @@ def _words(report: dict) -> list[str]:
     """What the words of this report mean, and what is not counted."""
     rows = training_rows(report)
     traffic = {name for row in rows for name in row["bytes_per_iteration"]}
-    kinds = {kind for row in rows for by_kind in row["bytes_per_iteration"].values() for kind in by_kind}
+    kinds = {
+        kind for row in rows for by_kind in row["bytes_per_iteration"].values() for kind in by_kind
+    }
     lines = [
         "- sent: bytes given to the backend, by the convention of nccl-tests (an all-reduce of n bytes over "
         "W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a codec. "
@@ -134,8 +149,12 @@ def compare(baseline: dict, run: dict) -> list[tuple[str, str, str, str]]:
         sent = [_mb(summary["dimensions"].get(name, {}).get("sent")) for summary in (old, new)]
         rows.append((f"bytes sent, {name} (MB)", sent, ".3f", _fewer))
     for name, split in (("training", None), ("validation", "valid"), ("test", "test")):
-        histories = [evaluations(one, split) if split else training_rows(one) for one in (baseline, run)]
-        losses = [{row["iteration"]: loss_of(row) for row in rows if loss_of(row)} for rows in histories]
+        histories = [
+            evaluations(one, split) if split else training_rows(one) for one in (baseline, run)
+        ]
+        losses = [
+            {row["iteration"]: loss_of(row) for row in rows if loss_of(row)} for rows in histories
+        ]
         if both := losses[0].keys() & losses[1].keys():
             last = max(both)
             pair = losses[0][last], losses[1][last]
@@ -180,7 +199,13 @@ def _faster(old: float, new: float) -> str:
 
 
 def _fewer(old: float, new: float) -> str:
-    return "the same" if old == new else f"{old / new:.3f}x fewer" if old > new else f"{new / old:.3f}x more"
+    return (
+        "the same"
+        if old == new
+        else f"{old / new:.3f}x fewer"
+        if old > new
+        else f"{new / old:.3f}x more"
+    )
 
 
 def _percent(old: float, new: float) -> str:
@@ -195,7 +220,11 @@ def _flat(settings: dict, prefix: str = "") -> dict:
     """Nested settings under dotted names."""
     flat = {}
     for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return flat
 
 
@@ -232,9 +261,16 @@ def draw(curves: list[tuple[str, dict, dict]], directory: Path) -> tuple[list[st
 
 def _losses(report: dict) -> list[tuple[str, str, list]]:
     """Curves of a report: label, form and points."""
-    curves = (("training", "-", training_rows(report)), ("validation", "o--", evaluations(report, "valid")))
+    curves = (
+        ("training", "-", training_rows(report)),
+        ("validation", "o--", evaluations(report, "valid")),
+    )
     return [
-        (label, form, [(row["iteration"], loss_of(row)) for row in rows if loss_of(row) is not None])
+        (
+            label,
+            form,
+            [(row["iteration"], loss_of(row)) for row in rows if loss_of(row) is not None],
+        )
         for label, form, rows in curves
     ]
 

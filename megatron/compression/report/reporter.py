@@ -74,7 +74,9 @@ class Reporter:
         passed, self._logged_seconds = seconds - self._logged_seconds, seconds
         milliseconds = 1000 * passed / self._iterations_since_log
         per_iteration, between_nodes = self._reduce()
-        mean_losses = {name: float(total) / self._losses_since_log for name, total in self._losses.items()}
+        mean_losses = {
+            name: float(total) / self._losses_since_log for name, total in self._losses.items()
+        }
         self._losses, self._losses_since_log, self._iterations_since_log = {}, 0, 0
         if not _is_last_rank():
             return
@@ -101,7 +103,9 @@ class Reporter:
         self.ledger.evaluating = False
         if losses and _is_last_rank():
             values = {name: float(value) for name, value in losses.items()}
-            self._append({"iteration": self._last_iteration, "split": self._split, "losses": values})
+            self._append(
+                {"iteration": self._last_iteration, "split": self._split, "losses": values}
+            )
 
     def finish(self) -> None:
         """Gather every rank's ledger, errors and memory on the last rank and write the report there."""
@@ -124,9 +128,13 @@ class Reporter:
             "memory_by_rank": [part["memory"] for part in gathered],
             "bytes_of_a_report": self._bytes_of_reports,
         }
-        if self._last_iteration and not any("bytes_per_iteration" in row for row in report["history"]):
+        if self._last_iteration and not any(
+            "bytes_per_iteration" in row for row in report["history"]
+        ):
             line = f"no iteration was logged: --log-interval {self.log_interval} is longer than the run"
-            self._say_once("short", f"{line}, so the report has neither times nor bytes an iteration")
+            self._say_once(
+                "short", f"{line}, so the report has neither times nor bytes an iteration"
+            )
         for line in write_report(report, self.directory):
             print(f" compression: {line}", flush=True)
 
@@ -134,7 +142,11 @@ class Reporter:
         """The mean over the ranks of the bytes of an iteration: by traffic and kind; by traffic, what of them
         is known to have crossed nodes."""
         totals = _totals(self.ledger)
-        summed = (totals - self._logged_totals).double().to("cuda" if torch.cuda.is_available() else "cpu")
+        summed = (
+            (totals - self._logged_totals)
+            .double()
+            .to("cuda" if torch.cuda.is_available() else "cpu")
+        )
         dist.all_reduce(summed)
         self._bytes_of_reports = bytes_sent("all_reduce", summed.nbytes, dist.get_world_size())
         values = summed.cpu() / dist.get_world_size() / max(1, self._iterations_since_log)
@@ -155,7 +167,10 @@ class Reporter:
         try:
             action()
         except Exception as error:  # a tracker raises what it likes
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = (
+                getattr(error, "strerror", None)
+                or f"{type(error).__name__}: {error}".splitlines()[0]
+            )
             self._say_once(what, f"{what} failed ({reason}); training goes on without it")
 
     def _say_once(self, topic: str, line: str) -> None:
@@ -197,7 +212,10 @@ def _mean_errors(rows: list[dict]) -> list[dict]:
         merged.setdefault((row["site"], row["traffic"]), []).append(row)
     return [
         {**same[0]}
-        | {key: sum(row[key] for row in same) / len(same) for key in ("relative_error", "ordinary_error")}
+        | {
+            key: sum(row[key] for row in same) / len(same)
+            for key in ("relative_error", "ordinary_error")
+        }
         | {"peak": max((row["peak"] for row in same if row["peak"] is not None), default=None)}
         for same in merged.values()
     ]

@@ -31,7 +31,9 @@ def find_megatron_core() -> tuple[str, Path] | None:
         info = Path(folder) / "core" / "package_info.py"
         if info.is_file():
             text = info.read_text()
-            parts = [re.search(rf"^{name} = (\d+)", text, re.M) for name in ("MAJOR", "MINOR", "PATCH")]
+            parts = [
+                re.search(rf"^{name} = (\d+)", text, re.M) for name in ("MAJOR", "MINOR", "PATCH")
+            ]
             return ".".join(part[1] if part else "?" for part in parts), info.parent
     return None
 

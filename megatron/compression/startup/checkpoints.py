@@ -23,9 +23,13 @@ def cannot_save(error: BaseException, args: Namespace | None) -> str | None:
             "stops: add --save DIR, or go on with --no-check-for-nan-in-loss-and-grad"
         )
     one: BaseException | None = error
-    full = bool(folder) and os.path.isdir(folder) and shutil.disk_usage(folder).free < FULL_BELOW_BYTES
+    full = (
+        bool(folder) and os.path.isdir(folder) and shutil.disk_usage(folder).free < FULL_BELOW_BYTES
+    )
     while one is not None and not full:
-        full = getattr(one, "errno", None) in _FULL or any(os.strerror(code) in str(one) for code in _FULL)
+        full = getattr(one, "errno", None) in _FULL or any(
+            os.strerror(code) in str(one) for code in _FULL
+        )
         one = one.__cause__ or one.__context__
     where = f"--save {folder}" if folder else "the output folder"
     return f"{where}: no space left: make room there, or name another folder" if full else None
@@ -53,7 +57,9 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
     if not (optimizer or "mismatch" in str(error) or isinstance(error, AssertionError | KeyError)):
         return None
     other = "load weights alone: --no-load-optim" if optimizer else "name another checkpoint"
-    return f"{source}: {first_line(error).rstrip('.')}. Start with the flags that wrote it, or {other}"
+    return (
+        f"{source}: {first_line(error).rstrip('.')}. Start with the flags that wrote it, or {other}"
+    )
 
 
 def damaged_file(folder: str) -> str | None:
@@ -65,7 +71,9 @@ def damaged_file(folder: str) -> str | None:
     try:
         tracker = checkpointing.get_checkpoint_tracker_filename(folder)
         iteration, release = checkpointing.read_metadata(tracker)
-        place = Path(checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True))
+        place = Path(
+            checkpointing.get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+        )
         if not (place / ".metadata").exists():
             return None  # of the legacy format
         stored = FileSystemReader(place).read_metadata().storage_data
@@ -73,7 +81,9 @@ def damaged_file(folder: str) -> str | None:
         return f"{folder} has no readable .metadata"
     ends: dict[str, int] = {}
     for entry in stored.values():
-        ends[entry.relative_path] = max(ends.get(entry.relative_path, 0), entry.offset + entry.length)
+        ends[entry.relative_path] = max(
+            ends.get(entry.relative_path, 0), entry.offset + entry.length
+        )
     for name, end in sorted(ends.items()):
         size = (place / name).stat().st_size if (place / name).exists() else 0
         if size < end:

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from megatron.compression.errors import InputError, explains, first_line
-from megatron.compression.startup.implementation import check_implementation, needs_transformer_engine
+from megatron.compression.startup.implementation import (
+    check_implementation,
+    needs_transformer_engine,
+)
 
 SAMPLE_BLOCKS, SAMPLE_BLOCK = 16, 65_536
 """What is read of a large file: as many blocks, evenly spread, of as many entries."""
@@ -24,7 +27,9 @@ def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | N
     """The line of one of Megatron's own checks, with flags for the arguments of a bare assertion."""
     if not isinstance(error, AssertionError | ValueError | RuntimeError):
         return None
-    line = re.sub(r"\bargs\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", first_line(error))
+    line = re.sub(
+        r"\bargs\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", first_line(error)
+    )
     missing = re.fullmatch(r"required: (--[\w-]+) is not None", line)
     return f"{missing[1]} is missing: give it" if missing else line
 
@@ -50,7 +55,12 @@ def check_arguments(args: Namespace) -> None:
     check_datasets(args)
 
 
-_FILE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
+_FILE_TOKENIZERS = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
 
 
 def check_tokenizer(args: Namespace) -> None:
@@ -126,7 +136,9 @@ def check_local_layers(args: Namespace) -> None:
 def check_evaluation(args: Namespace) -> None:
     """Raises: InputError: what makes Megatron's loop divide by nothing, or end in a trace."""
     if not getattr(args, "eval_interval", None):
-        raise InputError("--eval-interval is missing: give the iterations between evaluations, such as 1000")
+        raise InputError(
+            "--eval-interval is missing: give the iterations between evaluations, such as 1000"
+        )
     if args.log_interval < 1:
         raise InputError(f"--log-interval {args.log_interval} must be a number of iterations >= 1")
     several = max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1
@@ -150,7 +162,9 @@ def check_datasets(args: Namespace) -> None:
         raise InputError("--data-args-path needs --split, such as --split 99,1,0")
     prefixes, one_split = _prefixes(args)
     if not prefixes:
-        raise InputError("no training data: give --data-path PREFIX, or --mock-data for made-up data")
+        raise InputError(
+            "no training data: give --data-path PREFIX, or --mock-data for made-up data"
+        )
     for prefix in prefixes:
         sequences = read_index(prefix).sequence_count
         if one_split:
@@ -177,7 +191,9 @@ def _prefixes(args: Namespace) -> tuple[list[str], bool]:
     from megatron.training.utils import get_blend_and_blend_per_split
 
     blend, per_split = get_blend_and_blend_per_split(args)
-    prefixes = [prefix for one in (blend, *(per_split or [])) if one is not None for prefix in one[0]]
+    prefixes = [
+        prefix for one in (blend, *(per_split or [])) if one is not None for prefix in one[0]
+    ]
     # Object storage is read when the dataset opens it.
     return [prefix for prefix in dict.fromkeys(prefixes) if "://" not in prefix], blend is not None
 
@@ -212,7 +228,9 @@ def read_index(prefix: str) -> Any:
     try:
         index = _IndexReader(f"{prefix}.idx", multimodal=False)
     except Exception as error:
-        raise InputError(f"{what}: {prefix}.idx is damaged ({first_line(error)}): {again}") from None
+        raise InputError(
+            f"{what}: {prefix}.idx is damaged ({first_line(error)}): {again}"
+        ) from None
     if index.sequence_count == 0:
         raise InputError(f"{what}: the dataset is empty: give it documents")
     expected = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size

@@ -17,7 +17,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
 from megatron.training import arguments, get_args, get_timers, get_tokenizer, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.models.gpt import GPTModelConfig
@@ -27,7 +31,9 @@ from megatron.compression import setup
 from megatron.compression.errors import InputError, came_through
 from megatron.compression.patches import loop
 
-SPIKY_LOSS_FACTOR = 10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
+SPIKY_LOSS_FACTOR = (
+    10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
+)
 
 
 def parse_arguments(
@@ -51,7 +57,12 @@ def check_supported_data(args: Namespace) -> None:
 
 _SAME_NAME = (
     *("split", "multiple_validation_sets", "full_validation", "num_dataset_builder_threads"),
-    *("mmap_bin_files", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens", "reset_position_ids"),
+    *(
+        "mmap_bin_files",
+        "mid_level_dataset_surplus",
+        "allow_ambiguous_pad_tokens",
+        "reset_position_ids",
+    ),
     *("reset_attention_mask", "eod_mask_loss", "object_storage_cache_path", "data_parallel_size"),
     "context_parallel_size",
 )
@@ -131,10 +142,14 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Ten
         seq_length=args.seq_length,
         mtp_on_this_rank=mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        ),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
@@ -150,7 +165,9 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
         check(loss, torch.isinf, "found Inf in the loss", tolerance=0.0, fatal=True)
     if args.check_for_spiky_loss:
         large = partial(
-            get_rerun_state_machine().is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss"
+            get_rerun_state_machine().is_unexpectedly_large,
+            threshold=SPIKY_LOSS_FACTOR,
+            context="loss",
         )
         check(loss, large, "spiky loss", tolerance=0.0, fatal=False)
     logged = torch.stack([loss.detach(), tokens.to(loss.dtype)]).clone()
@@ -202,4 +219,6 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
     setup.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
     kind = ModelType.encoder_or_decoder
-    train_to_the_end(lambda: training.pretrain(container, train_valid_test_datasets, kind, forward_step))
+    train_to_the_end(
+        lambda: training.pretrain(container, train_valid_test_datasets, kind, forward_step)
+    )

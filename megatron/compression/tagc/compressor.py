@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.compression.codecs import register_gradient_compressor
-from megatron.compression.data_parallel.compressor import GradientBucket, GradientCompressor, GradientSync
+from megatron.compression.data_parallel.compressor import (
+    GradientBucket,
+    GradientCompressor,
+    GradientSync,
+)
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.tagc.parts import BitmapPart, SketchPart, parse_layers
 from megatron.compression.tagc.sync import TagcGradientSync
@@ -83,4 +87,6 @@ class Tagc(GradientCompressor):
     def describe(self) -> str:
         line = f"each rank leaves out {self.sparsity:g} of its gradients of "
         line += f"{' and '.join(sorted(parse_layers(self.layers)))} for the next iteration; the others are "
-        return line + ("sent as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each")
+        return line + (
+            "sent as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each"
+        )

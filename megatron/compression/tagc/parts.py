@@ -206,7 +206,13 @@ class BitmapPart(Part):
     """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again."""
 
     def __init__(
-        self, owners: list[int], numel: int, device: torch.device, topology: Topology, keep: float, bits: int
+        self,
+        owners: list[int],
+        numel: int,
+        device: torch.device,
+        topology: Topology,
+        keep: float,
+        bits: int,
     ) -> None:
         super().__init__(owners, numel, device)
         self.layout = BitmapLayout(numel, keep, bits)
@@ -219,7 +225,9 @@ class BitmapPart(Part):
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
         values, self.values = self.values, None
-        wires = bitmap_sparse.encode(values, share_threshold(values, self.layout.share), self.layout, values)
+        wires = bitmap_sparse.encode(
+            values, share_threshold(values, self.layout.share), self.layout, values
+        )
         self._remember(values, wires[:, self.layout.exponents_at :][:, : self.layout.rows])
         return wires
 

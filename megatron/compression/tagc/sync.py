@@ -27,13 +27,17 @@ class TagcGradientSync(GradientSync):
     """A ``GradientSync`` by sparsification; ``make`` makes the ``Part`` of (owners, numel, device,
     topology)."""
 
-    def __init__(self, bucket: GradientBucket, layers: frozenset[str], make: Callable[..., Part]) -> None:
+    def __init__(
+        self, bucket: GradientBucket, layers: frozenset[str], make: Callable[..., Part]
+    ) -> None:
         self.bucket = bucket
         self.shares: list[Share] = shares_of(bucket, layers)
         sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
         self.parts: list[Part] = []
         for size in sizes:
-            owners = [owner for owner, share in enumerate(self.shares) if share.compressed_numel == size]
+            owners = [
+                owner for owner, share in enumerate(self.shares) if share.compressed_numel == size
+            ]
             self.parts.append(make(owners, size, bucket.gradients.device, bucket.topology))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
 
@@ -51,9 +55,13 @@ class TagcGradientSync(GradientSync):
             for part in self.parts
         ]
         work = None
-        if sizes := [one.numel() for one in metadata if one is not None]:  # of sketches: of all parts
+        if sizes := [
+            one.numel() for one in metadata if one is not None
+        ]:  # of sketches: of all parts
             joined = torch.cat([one.view(-1) for one in metadata])
-            metadata = [part.view_as(one) for part, one in zip(joined.split(sizes), metadata, strict=True)]
+            metadata = [
+                part.view_as(one) for part, one in zip(joined.split(sizes), metadata, strict=True)
+            ]
             work = bucket.all_reduce(joined, op=dist.ReduceOp.MAX)
         if work is None and exact is None:
             return self._send(metadata)  # nothing to wait for before the payloads
@@ -91,7 +99,9 @@ class TagcGradientSync(GradientSync):
         """Give each rank of the node what goes to the ranks with its index, to add it up first: a sum is less
         between nodes than all that is in it."""
         bucket, topology = self.bucket, self.bucket.topology
-        of_index = [range(index, topology.world_size, topology.local) for index in range(topology.local)]
+        of_index = [
+            range(index, topology.world_size, topology.local) for index in range(topology.local)
+        ]
         received, work = start_to_owners(
             [torch.cat([payloads[owner] for owner in owners]) for owners in of_index],
             [sum(exact_bytes[owner] for owner in owners) for owners in of_index],
@@ -218,7 +228,9 @@ def rows_of(flat: Tensor, segments: list[tuple[Segment, ...]]) -> Tensor:
     return torch.stack([gathered(flat, row) for row in segments])
 
 
-def scattered(values: Tensor, flat: Tensor, segments: tuple[Segment, ...], scale: float = 1.0) -> None:
+def scattered(
+    values: Tensor, flat: Tensor, segments: tuple[Segment, ...], scale: float = 1.0
+) -> None:
     """Write ``values`` times ``scale`` into the segments of ``flat``."""
     position = 0
     for begin, end in segments:

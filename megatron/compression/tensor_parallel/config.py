@@ -114,14 +114,18 @@ class TensorParallelConfig(DimensionConfig):
     def lines(self, args: Namespace) -> list[str]:
         """Also of halves that are not compressed, and of what is not counted."""
         lines = []
-        if args.tensor_model_parallel_size > 1 and getattr(args, "distribute_saved_activations", False):
+        if args.tensor_model_parallel_size > 1 and getattr(
+            args, "distribute_saved_activations", False
+        ):
             lines = [f"--distribute-saved-activations {_GATHERS} are not counted"]
         if not self.halves:
             typed = self.flag if getattr(args, "taco", None) is None else "--taco"
             return lines + [line.replace(self.flag, typed) for line in super().lines(args)]
         if self.ranks(args) > 1:
             return [*lines, self.describe()]
-        return [f"{HALVES} has no effect here: --tensor-model-parallel-size is 1, so nothing is exchanged"]
+        return [
+            f"{HALVES} has no effect here: --tensor-model-parallel-size is 1, so nothing is exchanged"
+        ]
 
     @property
     def forward_codec(self) -> Codec | None:
@@ -144,7 +148,10 @@ class TensorParallelConfig(DimensionConfig):
         least, layers = self.min_bytes, parse_layers(self.layers)
         return {
             traffic: Rule(codec, least, layers, start_iteration or 0, choices=choices)
-            for traffic, (codec, choices) in (("tp.forward", self._forward), ("tp.backward", self._backward))
+            for traffic, (codec, choices) in (
+                ("tp.forward", self._forward),
+                ("tp.backward", self._backward),
+            )
         }
 
     def unmet_parts(self, messages: Iterable[tuple[str, int | str | None, str]]) -> set[str]:
@@ -156,14 +163,22 @@ class TensorParallelConfig(DimensionConfig):
         messages = [message for message in messages if layers is None or message[1] in layers]
         at = {layer for _, layer, _ in messages}
         named = [] if layers is None else self.layers.split(",")
-        unmet = {f"{_LAYERS} {part.strip()}" for part in named if at.isdisjoint(parse_layers(part) or ())}
+        unmet = {
+            f"{_LAYERS} {part.strip()}" for part in named if at.isdisjoint(parse_layers(part) or ())
+        }
         specs = [(self.flag, self.compression, "tp.")]
         if self.backward is not None:
-            specs = [(self.flag, self.compression, "tp.forward"), (_BACKWARD, self.backward, "tp.backward")]
+            specs = [
+                (self.flag, self.compression, "tp.forward"),
+                (_BACKWARD, self.backward, "tp.backward"),
+            ]
         for flag, text, traffic in specs:
             choices = parse_choices(text, flag)[1]  # last first: the last that names a site counts
             met = {
-                next((number for number, choice in enumerate(choices) if choice.names(site, layer)), None)
+                next(
+                    (number for number, choice in enumerate(choices) if choice.names(site, layer)),
+                    None,
+                )
                 for site, layer, one in messages
                 if one.startswith(traffic)
             }

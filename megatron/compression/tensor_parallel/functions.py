@@ -51,7 +51,9 @@ class WeightGradient:
     """One weight's gradient, computed when the engine comes to its node; with ``fusion`` added to
     main_grad."""
 
-    def __init__(self, exchange: InputGradientExchange, weight: torch.Tensor, fusion: bool = False) -> None:
+    def __init__(
+        self, exchange: InputGradientExchange, weight: torch.Tensor, fusion: bool = False
+    ) -> None:
         self.exchange, self.weight, self.fusion = exchange, weight, fusion
         self._inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
@@ -147,7 +149,9 @@ class _ColumnParallelLinear(torch.autograd.Function):
         site, gathered = ctx.site, None
         if ctx.sequence_parallel and ctx.gradient is not None:
             nbytes = ctx.x_shape.numel() * ctx.dtype.itemsize * site.group.size()
-            gathered = ctx.message.again("tp.backward", nbytes).gather(saved, ctx.x_shape, ctx.dtype)
+            gathered = ctx.message.again("tp.backward", nbytes).gather(
+                saved, ctx.x_shape, ctx.dtype
+            )
         placeholder_of_sum = None
         if ctx.needs_input_grad[0]:
             own = torch.matmul(grad_output, weight)
@@ -204,7 +208,12 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, site, sequence_parallel, gradient, fusion):
         ctx.save_for_backward(x, weight)
-        ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = site, sequence_parallel, gradient, fusion
+        ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = (
+            site,
+            sequence_parallel,
+            gradient,
+            fusion,
+        )
         partial_sum = torch.matmul(x, weight.t())
         operation = "reduce_scatter" if sequence_parallel else "all_reduce"
         work = site.message("tp.forward", operation, partial_sum.nbytes).start(partial_sum)
@@ -266,7 +275,11 @@ def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> t
         parts = torch.stack(grad.chunk(count, dim=-1))
         full = parts.new_zeros(ranks, *parts.shape[1:])
         full[first : first + count] = parts
-        return site.message("tp.backward", "reduce_scatter", full.nbytes).start(full.flatten(0, 1)).wait()
+        return (
+            site.message("tp.backward", "reduce_scatter", full.nbytes)
+            .start(full.flatten(0, 1))
+            .wait()
+        )
 
     return WithBackward.apply(x, columns, scatter)
 

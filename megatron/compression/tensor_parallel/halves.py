@@ -131,9 +131,14 @@ class _ColumnSite(_Site):
         """Begin to gather the layer's input ``[s / W, b, h]``."""
         message = self.site.message("tp.forward", "all_gather", y.nbytes * self.group.size())
         payload = message.encode(y)
-        held = [message.gather(payload, y.shape, y.dtype), payload]  # until the layer has asked for them
+        held = [
+            message.gather(payload, y.shape, y.dtype),
+            payload,
+        ]  # until the layer has asked for them
         self._gather: SimpleNamespace | None = SimpleNamespace(
-            encode=lambda _: held.pop(), gather=lambda *_: held.pop(), again=partial(self._again, message)
+            encode=lambda _: held.pop(),
+            gather=lambda *_: held.pop(),
+            again=partial(self._again, message),
         )
 
     def _again(self, first: Message, traffic: str, nbytes: int) -> SimpleNamespace:
@@ -192,7 +197,10 @@ class BlockInput:
     """
 
     def __init__(
-        self, residual: "torch.Tensor | BlockInput", block: Block | None, last: BlockOutput | None = None
+        self,
+        residual: "torch.Tensor | BlockInput",
+        block: Block | None,
+        last: BlockOutput | None = None,
     ) -> None:
         self.block, self.last, before = block, last, None
         if isinstance(residual, BlockInput):
@@ -200,7 +208,9 @@ class BlockInput:
         self.residual = residual
         parameters = [] if block is None else list(block.norm.parameters())
         column = None if block is None else _ColumnSite(block.column.site)
-        self.backward = _InputBackward(parameters, column, before, None if last is None else last.row)
+        self.backward = _InputBackward(
+            parameters, column, before, None if last is None else last.row
+        )
         total, bias = (None, None) if last is None else (last.total, last.bias)
         self.x, self.y = _BlockInputNode.apply(self.backward, residual, total, bias, *parameters)
         """The residual stream and the block's input, both ``[s, b, h]`` and empty until computed."""
@@ -275,7 +285,9 @@ class _InputBackward:
         if self.column is not None and self.column.gradient is not None:
             self._found = self.gradients(self._grad_x, None)
             gradient, row = self._found[1], self.last
-            message = row.site.message("tp.backward", "all_gather", gradient.nbytes * row.group.size())
+            message = row.site.message(
+                "tp.backward", "all_gather", gradient.nbytes * row.group.size()
+            )
             row.gathered = message.start(gradient)
 
     def gradients(self, grad_x: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple:
@@ -289,9 +301,13 @@ class _InputBackward:
             grad_y, self.column.gradient = self.column.gradient.wait(), None
         if grad_y is not None:
             if self.norm is None:
-                raise RuntimeError("interleaved halves have one backward a forward; drop retain_graph=True")
+                raise RuntimeError(
+                    "interleaved halves have one backward a forward; drop retain_graph=True"
+                )
             trained = [one for one in self.parameters if one.requires_grad]
-            grad, *found = torch.autograd.grad(self.norm, [self.leaf, *trained], grad_y, allow_unused=True)
+            grad, *found = torch.autograd.grad(
+                self.norm, [self.leaf, *trained], grad_y, allow_unused=True
+            )
             left = iter(found)
             grad_parameters = [next(left) if one.requires_grad else None for one in self.parameters]
             grad = grad if grad_x is None else grad.add_(grad_x)
@@ -329,11 +345,15 @@ class _BlockInputNode(torch.autograd.Function):
         return None, grad, grad_total.to(ctx.total), grad_bias, *grad_parameters
 
 
-def interleave(blocks: Sequence[Block], halves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def interleave(
+    blocks: Sequence[Block], halves: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``blocks`` in their order, the first one of the first half, the next of the other, and so on; the
     two residual streams ``[s, b, h]`` after the last."""
     following = [*blocks, None, None]
-    one, other = (BlockInput(half, block) for half, block in zip(halves, following[:2], strict=True))
+    one, other = (
+        BlockInput(half, block) for half, block in zip(halves, following[:2], strict=True)
+    )
     for block, after_next in zip(blocks, following[2:], strict=True):
         one, other = other, BlockInput(one, after_next, block.run(one, other))
     one.compute()
@@ -341,7 +361,9 @@ def interleave(blocks: Sequence[Block], halves: Sequence[torch.Tensor]) -> tuple
     return one.x, other.x
 
 
-def _empty(like: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> torch.Tensor:
+def _empty(
+    like: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> torch.Tensor:
     """A tensor of one value's memory, of ``like``'s shape unless given, whose values come later or never."""
     shape = like.shape if shape is None else shape
     return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype, device=like.device)

@@ -24,7 +24,13 @@ from megatron.compression.tensor_parallel.halves import Block, Linear, interleav
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 """What attention is given in both halves."""
 _OF_INFERENCE = ("inference_context", "inference_params")
-_NOT_HALVED = ("context", *_OF_INFERENCE, "packed_seq_params", "attention_bias", "extract_layer_indices")
+_NOT_HALVED = (
+    "context",
+    *_OF_INFERENCE,
+    "packed_seq_params",
+    "attention_bias",
+    "extract_layer_indices",
+)
 
 
 class Dropout:
@@ -47,12 +53,19 @@ class Dropout:
         return lambda x: x * scale * kept
 
 
-def blocks_of(layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence[Dropout]) -> list[Block]:
+def blocks_of(
+    layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence[Dropout]
+) -> list[Block]:
     """Attention, with its ``arguments``, and MLP of a layer; ``draws`` are of both outputs."""
     attention, mlp = layer.self_attention, layer.mlp
     return [
         Block(
-            attention, layer.input_layernorm, attention.linear_qkv, attention.linear_proj, draws[0], arguments
+            attention,
+            layer.input_layernorm,
+            attention.linear_qkv,
+            attention.linear_proj,
+            draws[0],
+            arguments,
         ),
         Block(mlp, layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2, draws[1]),
     ]
@@ -84,12 +97,18 @@ class HalvesBlock(TransformerBlock):
             if options.get(name) is not None:
                 raise InputError(f"{name} is not halved; drop {HALVES}")
         hidden_states = make_viewless_tensor(inp=received, requires_grad=True, keep_graph=True)
-        arguments = {name: options.get(name) for name in _PASSED_ON} | {"attention_mask": attention_mask}
+        arguments = {name: options.get(name) for name in _PASSED_ON} | {
+            "attention_mask": attention_mask
+        }
         of_ranks = tensor_parallel.get_cuda_rng_tracker().fork
         with of_ranks() if self.config.sequence_parallel else nullcontext():
-            stream = hidden_states.float() if self.config.fp32_residual_connection else hidden_states
+            stream = (
+                hidden_states.float() if self.config.fp32_residual_connection else hidden_states
+            )
             batch = stream.shape[1]
-            halves = [half.contiguous() for half in stream.split([batch - batch // 2, batch // 2], 1)]
+            halves = [
+                half.contiguous() for half in stream.split([batch - batch // 2, batch // 2], 1)
+            ]
             for layers, recomputed in self._recomputed_parts():
                 halves = self._run(layers, arguments, halves, recomputed)
         hidden_states = torch.cat(halves, 1)
@@ -100,7 +119,9 @@ class HalvesBlock(TransformerBlock):
     def _run(self, layers, arguments, halves, recomputed: bool) -> Sequence[torch.Tensor]:
         # Both halves in one checkpoint: its backward has one graph of them, as all of this needs.
         def run(*halves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return interleave(self._blocks(layers, arguments, [half.shape[1] for half in halves]), halves)
+            return interleave(
+                self._blocks(layers, arguments, [half.shape[1] for half in halves]), halves
+            )
 
         return tensor_parallel.checkpoint(run, False, *halves) if recomputed else run(*halves)
 
@@ -111,14 +132,18 @@ class HalvesBlock(TransformerBlock):
         by_half = [arguments, arguments]
         if mask is not None and mask.shape[0] == sum(sizes):
             by_half = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
-        if isinstance(angles, torch.Tensor) and angles.shape[1] == sum(sizes):  # each sequence's (mrope)
+        if isinstance(angles, torch.Tensor) and angles.shape[1] == sum(
+            sizes
+        ):  # each sequence's (mrope)
             parts = zip(by_half, angles.split(sizes, 1), strict=True)
             by_half = [one | {"rotary_pos_emb": part} for one, part in parts]
         blocks = []
         for layer in layers:
             probability = layer.hidden_dropout if self.training else 0.0
             draws = [Dropout(probability, sizes) for _ in range(2)]
-            for pair in zip(*(blocks_of(layer, of_half, draws) for of_half in by_half), strict=True):
+            for pair in zip(
+                *(blocks_of(layer, of_half, draws) for of_half in by_half), strict=True
+            ):
                 blocks += pair
         return blocks
 

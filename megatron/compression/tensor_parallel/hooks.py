@@ -76,7 +76,9 @@ class TensorParallel(Dimension):
                 halves_block.attach(chunk)
         if config.enabled:
             groups = dict.fromkeys(site.group for chunk in chunks for site in sites_of(chunk))
-            for line in transports.prepare(groups):  # all ranks, also those whose chunks have no site
+            for line in transports.prepare(
+                groups
+            ):  # all ranks, also those whose chunks have no site
                 self.say(f"compression: {line}")
             if config.halves and not all(transports.transport(group).overlaps for group in groups):
                 self.say(
@@ -86,7 +88,9 @@ class TensorParallel(Dimension):
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
         """Refuse a part of a spec by site or layer that no site of any rank meets. Collective."""
-        by_site = any(";" in (text or "") for text in self.config.specs) or self.config.layers != "all"
+        by_site = (
+            any(";" in (text or "") for text in self.config.specs) or self.config.layers != "all"
+        )
         if not by_site or parallel_state.get_tensor_model_parallel_world_size() == 1:
             return
         unmet: list[set[str]] = [set()] * dist.get_world_size()
@@ -97,7 +101,9 @@ class TensorParallel(Dimension):
             )
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
-        return next((f"{path} {reason}" for chunk in chunks for path, reason in _uncovered(chunk)), None)
+        return next(
+            (f"{path} {reason}" for chunk in chunks for path, reason in _uncovered(chunk)), None
+        )
 
     def _attach_chunk(self, chunk: torch.nn.Module) -> None:
         layer_numbers = {
@@ -211,7 +217,9 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
     if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
         return "its weight gradient is deferred; drop --defer-embedding-wgrad-compute"
     if isinstance(module, SelfAttention) and module.config.attention_output_gate:
-        return "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
+        return (
+            "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
+        )
     if getattr(module, "gather_output", False):
         return "it gathers its output, which is not covered"
     if isinstance(module, RowParallelLinear) and not module.input_is_parallel:
@@ -236,7 +244,9 @@ def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> 
             return
         if broadcasts and group.rank() == 0:
             inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            sent = sum(one.nbytes for one in inputs) * context_ranks  # each rank keeps its part of it
+            sent = (
+                sum(one.nbytes for one in inputs) * context_ranks
+            )  # each rank keeps its part of it
             record("broadcast", sent, ranks)
         if not last:
             return

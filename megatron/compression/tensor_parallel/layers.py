@@ -117,12 +117,18 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
             return super().forward(input_)
         nbytes = input_.numel() * self.embedding_dim * self.weight.element_size()
         if not self.site.compresses(nbytes, *self.traffic):
-            _count_reduction(self.site, self.reduce_scatter_embeddings, nbytes, has_backward(self.weight))
+            _count_reduction(
+                self.site, self.reduce_scatter_embeddings, nbytes, has_backward(self.weight)
+            )
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
         # F.embedding's backward is not deterministic on CUDA; indexing's is.
-        rows = self.weight[local_ids] if self.deterministic_mode else F.embedding(local_ids, self.weight)
+        rows = (
+            self.weight[local_ids]
+            if self.deterministic_mode
+            else F.embedding(local_ids, self.weight)
+        )
         rows = rows.masked_fill(elsewhere[..., None], 0)
         site = self.site
         if not self.reduce_scatter_embeddings:
@@ -209,7 +215,9 @@ class CompressedSelfAttention(SelfAttention):
         head = self.hidden_size_per_attention_head
         heads = self.config.num_attention_heads // self.config.num_query_groups
         sizes = [heads * head, head, head]
-        columns = gather_columns(own, self.site, self.site.group.rank() - position, sharers).unsqueeze(2)
+        columns = gather_columns(
+            own, self.site, self.site.group.rank() - position, sharers
+        ).unsqueeze(2)
         if not split_qkv:
             return columns, sizes
         query, key, value = columns.split(sizes, dim=-1)
@@ -263,7 +271,9 @@ def _running(site: CommSite | None, method: Callable[..., Any], *args: Any, **kw
 
 
 def _instead(ours: Callable[[CommSite, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def call(original: Callable[..., torch.Tensor], input_: torch.Tensor, *args: Any, **kwargs: Any):
+    def call(
+        original: Callable[..., torch.Tensor], input_: torch.Tensor, *args: Any, **kwargs: Any
+    ):
         site = _site.get()
         return original(input_, *args, **kwargs) if site is None else ours(site, input_)
 

@@ -16,7 +16,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+)
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -43,7 +46,12 @@ _KERNELS = {
     AttnBackend.unfused: [SDPBackend.MATH],
 }
 _DETERMINISTIC_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.padding, AttnMaskType.arbitrary)
+_MASK_TYPES = (
+    AttnMaskType.causal,
+    AttnMaskType.no_mask,
+    AttnMaskType.padding,
+    AttnMaskType.arbitrary,
+)
 
 
 class SDPACoreAttention(MegatronModule):
@@ -78,11 +86,17 @@ class SDPACoreAttention(MegatronModule):
         _refuse_unsupported(config, layer_number, attn_mask_type)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = (
+            1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        )
+        self.dropout_p = (
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
         if config.context_parallel_size > 1:
             given = getattr(pg_collection, "cp", None)
-            self.context_group = parallel_state.get_context_parallel_group() if given is None else given
+            self.context_group = (
+                parallel_state.get_context_parallel_group() if given is None else given
+            )
         if config.deterministic_mode and config.attention_backend is AttnBackend.auto:
             self.kernels = _DETERMINISTIC_KERNELS
         else:
@@ -110,9 +124,13 @@ class SDPACoreAttention(MegatronModule):
         Raises: InputError: an argument that is not covered, or that no kernel of ``--attention-backend`` has.
         """
         if packed_seq_params is not None:
-            raise InputError(f"packed sequences are not covered by the torch-native attention; {USE_TE}")
+            raise InputError(
+                f"packed sequences are not covered by the torch-native attention; {USE_TE}"
+            )
         if attention_bias is not None:
-            raise InputError(f"an attention bias is not covered by the torch-native attention; {USE_TE}")
+            raise InputError(
+                f"an attention bias is not covered by the torch-native attention; {USE_TE}"
+            )
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         allowed = None if attention_mask is None else ~attention_mask
         # One query row against a key/value cache sees all of it.
@@ -133,7 +151,9 @@ class SDPACoreAttention(MegatronModule):
             contexts.append(self._attend(part, key[:seen], value[:seen], None, True))
         return torch.cat(contexts)
 
-    def _attend(self, query, key, value, allowed: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    def _attend(
+        self, query, key, value, allowed: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
         """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``. Causal
         queries that are fewer than the keys are those of the last positions."""
         if causal and query.size(0) < key.size(0):
@@ -159,7 +179,9 @@ class SDPACoreAttention(MegatronModule):
                     enable_gqa=query.size(1) != key.size(1),
                 )
         except RuntimeError as error:
-            if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
+            if not any(
+                words in str(error) for words in ("No available kernel", "No viable backend")
+            ):
                 raise
             order = allowed is None or isinstance(allowed, CausalBias)
             mask = "no mask" if order else f"a {allowed.dtype} mask {list(allowed.shape)}"
@@ -177,15 +199,26 @@ def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     if query.is_cuda:
         # causal_lower_right would take memory of the mask's shape on the host, though nothing is in it.
         mark = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
-        mark.variant, mark.seq_len_q, mark.seq_len_kv = CausalVariant.LOWER_RIGHT, query.size(0), key.size(0)
+        mark.variant, mark.seq_len_q, mark.seq_len_kv = (
+            CausalVariant.LOWER_RIGHT,
+            query.size(0),
+            key.size(0),
+        )
         return mark
     positions = torch.arange(key.size(0), device=query.device)
     return positions <= positions[-query.size(0) :, None]
 
 
-def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
-    backend, largest = config.attention_backend, "needs the largest score, which torch's kernels keep inside"
-    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+def _refuse_unsupported(
+    config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType
+) -> None:
+    backend, largest = (
+        config.attention_backend,
+        "needs the largest score, which torch's kernels keep inside",
+    )
+    windowed = is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    )
     softmax, mask = config.softmax_type, attn_mask_type.name
     uncovered = "is not covered by the torch-native attention"
     names = ", ".join(known.name for known in _KERNELS)
@@ -194,7 +227,10 @@ def _refuse_unsupported(config: TransformerConfig, layer_number: int, attn_mask_
         (softmax != "vanilla", f"--softmax-type {softmax} {uncovered}; {USE_LOCAL}"),
         (config.qk_clip, f"--qk-clip {largest}; {USE_TE}"),
         (config.log_max_attention_logit, f"--log-max-attention-logit {largest}; {USE_TE}"),
-        (backend not in _KERNELS, f"--attention-backend {backend.name} {uncovered}; choose one of {names}"),
+        (
+            backend not in _KERNELS,
+            f"--attention-backend {backend.name} {uncovered}; choose one of {names}",
+        ),
         (attn_mask_type not in _MASK_TYPES, f"attention mask type {mask} {uncovered}; {USE_TE}"),
     ):
         if refused:
@@ -247,10 +283,18 @@ class LatentSelfAttention(CompressedLatentAttention):
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict:
         """As the spec says: megatron-core has norms without a query latent in fused layers alone."""
-        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        names = (
+            "linear_q_proj",
+            "linear_q_up_proj",
+            "linear_kv_up_proj",
+            "q_layernorm",
+            "kv_layernorm",
+        )
         return {name: getattr(submodules, name) for name in names}
 
-    def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _qkv_down_projection(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of queries (hidden states without ``q_lora_rank``) and of keys and values, with positions
         after the latter; ``[s / W, b, ...]`` with sequence parallelism."""
         query, latent = super()._qkv_down_projection(hidden_states)
@@ -265,4 +309,6 @@ class LatentSelfAttention(CompressedLatentAttention):
         """Each rank has what its own heads add."""
         if self.site is None:
             return uncompressed_all_reduce(gradient, self.tp_group).wait()
-        return self.site.message("tp.backward", "all_reduce", gradient.nbytes).start(gradient).wait()
+        return (
+            self.site.message("tp.backward", "all_reduce", gradient.nbytes).start(gradient).wait()
+        )

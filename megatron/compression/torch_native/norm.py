@@ -25,9 +25,13 @@ class _MegatronNorm:
     With ``--apply-layernorm-1p`` the stored weight is gamma - 1, so that weight decay pulls gamma to one.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused
+    ) -> None:
         if config.memory_efficient_layer_norm:
-            raise InputError("memory_efficient_layer_norm needs Transformer Engine or apex; leave it False")
+            raise InputError(
+                "memory_efficient_layer_norm needs Transformer Engine or apex; leave it False"
+            )
         if config.fused_residual_rmsnorm:
             raise InputError(
                 "--fused-residual-rmsnorm fuses kernels of Transformer Engine; "

@@ -42,7 +42,9 @@ def is_covered(transformer) -> bool:
     )
 
 
-def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(
+    transformer: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """The layers of this stage and the final norm, for ``GPTModelConfig.transformer_layer_spec``."""
     block = get_gpt_decoder_block_spec(
         transformer, False, transformer.normalization, transformer.qk_l2_norm, vp_stage
@@ -68,7 +70,9 @@ def block_spec(transformer: TransformerConfig, vp_stage: int | None = None) -> T
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         elif mlp.shared_experts is not None:
             mlp = mlp.shared_experts.keywords["submodules"]
-        if hasattr(mlp, "linear_fc2"):  # with one rank, too: a bias that it returns can be recomputed
+        if hasattr(
+            mlp, "linear_fc2"
+        ):  # with one rank, too: a bias that it returns can be recomputed
             mlp.linear_fc2 = CompressedRowParallelLinear
         layer.sharded_state_dict_keys_map = names
     return block
@@ -82,10 +86,19 @@ def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[
     """
     if args.spec == ["local"]:
         args.spec = None
-    said = [leave_out_causal_mask(args), _fuse_rope(args, command_line), _fuse_weight_gradients(args)]
-    kind, several = getattr(args, "cp_comm_type", None), getattr(args, "context_parallel_size", 1) > 1
+    said = [
+        leave_out_causal_mask(args),
+        _fuse_rope(args, command_line),
+        _fuse_weight_gradients(args),
+    ]
+    kind, several = (
+        getattr(args, "cp_comm_type", None),
+        getattr(args, "context_parallel_size", 1) > 1,
+    )
     if args.transformer_impl == "local" and several and kind not in (None, ["p2p"]):
-        said.append(f"torch-native layers gather keys and values: --cp-comm-type {' '.join(kind)} is ignored")
+        said.append(
+            f"torch-native layers gather keys and values: --cp-comm-type {' '.join(kind)} is ignored"
+        )
     return [line for line in said if line is not None]
 
 
@@ -121,7 +134,9 @@ def _fuse_weight_gradients(args: Namespace) -> str | None:
     if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot():
         return None
     flag = "--use-megatron-fsdp" if args.use_megatron_fsdp else None
-    if args.transformer_impl == "local" and args.defer_embedding_wgrad_compute:  # unfused, it is refused
+    if (
+        args.transformer_impl == "local" and args.defer_embedding_wgrad_compute
+    ):  # unfused, it is refused
         flag = "--defer-embedding-wgrad-compute"
     if flag is None:
         return None
@@ -143,4 +158,6 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
     ``freqs [s, 1, 1, rotated]``, both halves alike; ``interleaved``: by megatron-core's unfused path."""
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
-    return WithBackward.apply(t, lambda t: _rotate(t, freqs, False), lambda grad: _rotate(grad, freqs, True))
+    return WithBackward.apply(
+        t, lambda t: _rotate(t, freqs, False), lambda grad: _rotate(grad, freqs, True)
+    )

@@ -48,7 +48,10 @@ def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
         and for a second use of the weight in one backward: DDP's hook runs once a backward.
     """
     backward = torch._C._current_graph_task_id()
-    if not hasattr(weight, "grad_added_to_main_grad") or getattr(weight, "reported_in", -1) == backward >= 0:
+    if (
+        not hasattr(weight, "grad_added_to_main_grad")
+        or getattr(weight, "reported_in", -1) == backward >= 0
+    ):
         return None
     weight.grad_added_to_main_grad, weight.reported_in = True, backward
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like

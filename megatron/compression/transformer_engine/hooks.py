@@ -98,7 +98,9 @@ class TransformerEngineLayers:
             record = partial(self.run.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
             communication.on_magnitude_reduction(record)
             begin = TransformerEngineLayers._begin
-            communication.skip_in_layer_graphs(lambda hook: getattr(hook, "__func__", None) is begin)
+            communication.skip_in_layer_graphs(
+                lambda hook: getattr(hook, "__func__", None) is begin
+            )
             self._patched = True
         module.site = CommSite(name, module.tp_group, self.run, layer)
         one_way = ("tp.forward",) if module.parallel_mode == "row" else ("tp.backward",)
@@ -114,7 +116,9 @@ class TransformerEngineLayers:
         late = late and getattr(config, "cuda_graph_impl", "none") != "transformer_engine"
         late = late and not getattr(config, "delay_wgrad_compute", False)
         if late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
-            module.wgrad_store = DeferredStore(self.weight_gradients, partial(self._may_come_late, module))
+            module.wgrad_store = DeferredStore(
+                self.weight_gradients, partial(self._may_come_late, module)
+            )
 
     def _may_come_late(self, module: torch.nn.Module) -> bool:
         """Whether there is compression to schedule for, and autograd has no part in the gradient."""
@@ -125,7 +129,9 @@ class TransformerEngineLayers:
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
         self._running.append(Place(module.site, "tp.forward"))
 
-    def _end(self, module: torch.nn.Module, args: tuple, output: torch.Tensor | tuple | None) -> None:
+    def _end(
+        self, module: torch.nn.Module, args: tuple, output: torch.Tensor | tuple | None
+    ) -> None:
         self._running.pop()
         first = output[0] if isinstance(output, tuple) else output
         node = None if first is None else _own_node(first.grad_fn)
@@ -147,7 +153,9 @@ class TransformerEngineLayers:
                 return original(inp, tp_group, async_op, **others)
             message = self._compressed(place, "all_reduce", inp, inp.nbytes)
             if message is None:
-                return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **others)
+                return self._uncompressed(
+                    place, original, inp, tp_group, async_op=async_op, **others
+                )
             out = torch.empty_like(inp, memory_format=torch.contiguous_format)
             return self._result(place, out, message.start(inp, out), async_op)
 
@@ -163,7 +171,9 @@ class TransformerEngineLayers:
             message = self._compressed(place, "reduce_scatter", inp, inp.nbytes)
             if message is None:
                 others["output"] = output
-                return self._uncompressed(place, original, inp, tp_group, async_op=async_op, **others)
+                return self._uncompressed(
+                    place, original, inp, tp_group, async_op=async_op, **others
+                )
             if output is None:
                 output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
             return self._result(place, output, message.start(inp, output), async_op)
@@ -182,14 +192,20 @@ class TransformerEngineLayers:
             if place is None:
                 return original(inp, process_group, async_op, **given)
             if quantizer is not None or type(inp) not in (torch.Tensor, torch.nn.Parameter):
-                result = self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
+                result = self._uncompressed(
+                    place, original, inp, process_group, async_op=async_op, **given
+                )
                 place.site.count(place.traffic, "fp8", "all_gather", gathered_bytes(result[0]))
                 return result
             message = None
             if others.get("output_tensor") is None:
-                message = self._compressed(place, "all_gather", inp, inp.nbytes * process_group.size())
+                message = self._compressed(
+                    place, "all_gather", inp, inp.nbytes * process_group.size()
+                )
             if message is None:
-                return self._uncompressed(place, original, inp, process_group, async_op=async_op, **given)
+                return self._uncompressed(
+                    place, original, inp, process_group, async_op=async_op, **given
+                )
             out = inp.new_empty((inp.shape[0] * process_group.size(), *inp.shape[1:]))
             return self._result(place, out, message.start(inp, out), async_op, overlap=not async_op)
 
@@ -200,7 +216,9 @@ class TransformerEngineLayers:
         place = self._running[-1] if self._running else None
         return place if place is not None and place.site.group == group else None
 
-    def _compressed(self, place: Place, operation: str, tensor: torch.Tensor, nbytes: int) -> Message | None:
+    def _compressed(
+        self, place: Place, operation: str, tensor: torch.Tensor, nbytes: int
+    ) -> Message | None:
         """What is about to be sent, counted; None: uncompressed, by the caller."""
         if not tensor.is_floating_point():
             place.site.count(place.traffic, "exact", operation, nbytes)
@@ -209,7 +227,12 @@ class TransformerEngineLayers:
         return message if message.codec is not None else None
 
     def _uncompressed(
-        self, place: Place, original: Callable[..., Result], inp: torch.Tensor, group: Any, **given: Any
+        self,
+        place: Place,
+        original: Callable[..., Result],
+        inp: torch.Tensor,
+        group: Any,
+        **given: Any,
     ) -> Result:
         """TE's own exchange, overlapped with a weight gradient where one is deferred, but for a gather that
         TE itself starts ahead."""
@@ -258,7 +281,11 @@ def why_not_covered(module: torch.nn.Module) -> str | None:
         return f"{type(module).__name__} of Transformer Engine is none of Megatron's layers"
     if getattr(module, "symmetric_ar_type", None) is not None:
         return "--symmetric-ar-type sums past NCCL and past this project; drop it"
-    if any(value for name, value in vars(module).items() if name.startswith("ub_") and name != "ub_name"):
+    if any(
+        value
+        for name, value in vars(module).items()
+        if name.startswith("ub_") and name != "ub_name"
+    ):
         return "--tp-comm-overlap sends over userbuffers, past NCCL and past this project; drop it"
     return None
 
@@ -279,5 +306,7 @@ def gathered_bytes(gathered: Any) -> int:
     names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
     parts = [getattr(gathered, name, None) for name in names]
     if all(part is None for part in parts):
-        raise TypeError(f"a gathered {type(gathered).__name__} of Transformer Engine is not known here")
+        raise TypeError(
+            f"a gathered {type(gathered).__name__} of Transformer Engine is not known here"
+        )
     return sum(part.nbytes for part in parts if part is not None)

@@ -5,7 +5,10 @@ import functools
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import RowParallelLinear, reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+)
 
 
 class ScaledRow(RowParallelLinear):
@@ -38,8 +41,12 @@ class OwnRow(torch.nn.Module):
 def _spec(**linears):
     spec = get_gpt_layer_local_spec()
     for name, linear in linears.items():
-        part = spec.submodules.mlp if name.startswith("linear_fc") else spec.submodules.self_attention
-        submodules = part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
+        part = (
+            spec.submodules.mlp if name.startswith("linear_fc") else spec.submodules.self_attention
+        )
+        submodules = (
+            part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
+        )
         setattr(submodules, name, linear)
     return spec
 

@@ -26,7 +26,9 @@ def train_valid_test_datasets_provider(sizes, vp_stage=None):
     )
 
     def built_here() -> bool:
-        return is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+        return (
+            is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+        )
 
     return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, built_here, config).build()
 
@@ -55,7 +57,9 @@ def get_batch(data_iterator, vp_stage):
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(
+            ignore_virtual=False, vp_stage=vp_stage
+        ),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
 

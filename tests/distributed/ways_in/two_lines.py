@@ -13,4 +13,6 @@ if __name__ == "__main__":
     model_config = gpt_config_from_args(args)
     compression.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain(
+        container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step
+    )

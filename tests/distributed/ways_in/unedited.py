@@ -9,4 +9,6 @@ from parts import forward_step, train_valid_test_datasets_provider
 if __name__ == "__main__":
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    pretrain(
+        container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step
+    )

@@ -9,7 +9,9 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from parts import forward_step, train_valid_test_datasets_provider
 
 
-def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
+def model_provider(
+    pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None
+):
     """A chunk of the model."""
     args = get_args()
     return GPTModel(

@@ -12,14 +12,18 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def random_bits(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
     """Every pattern of bits alike: NaNs with payloads, infinities, denormals."""
     words = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     low, high = torch.iinfo(words).min, torch.iinfo(words).max + 1
     return torch.randint(low, high, shape, generator=generator, dtype=words).view(dtype)
 
 
-def cases(rows: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def cases(
+    rows: int, numel: int, dtype: torch.dtype, seed: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Rows of many kinds, by name."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -53,7 +57,9 @@ def cases(rows: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Iterator[
     yield "one row does not fit", first
 
 
-def check_every_bit(kernels, name: str, x: torch.Tensor, layout: LosslessLayout, device: str = "cpu") -> None:
+def check_every_bit(
+    kernels, name: str, x: torch.Tensor, layout: LosslessLayout, device: str = "cpu"
+) -> None:
     """Encode and decode by ``kernels`` on ``device`` and by the reference, crosswise; and sums of senders."""
     exact, payloads = reference.encode(x, layout), kernels.encode(x.to(device), layout)
     assert torch.equal(payloads[:, FLAG_AT].cpu(), exact[:, FLAG_AT]), name

@@ -20,7 +20,11 @@ def with_outliers(shape: tuple[int, ...], count: int, seed: int, near: int = 0) 
 
 
 def assert_wires_alike(
-    found: torch.Tensor, expected: torch.Tensor, config: CodecConfig, chunk: int, codes: float = 0.01
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    config: CodecConfig,
+    chunk: int,
+    codes: float = 0.01,
 ) -> None:
     """uint8[rows, bytes] of chunks of ``chunk`` values: lists bit for bit, codes but for few neighbours."""
     at = config.lists_at(chunk)
@@ -29,7 +33,13 @@ def assert_wires_alike(
 
 
 def check_operations(
-    launch, config: CodecConfig, dtype: torch.dtype, count: int, shape: tuple, seed: int, device: str
+    launch,
+    config: CodecConfig,
+    dtype: torch.dtype,
+    count: int,
+    shape: tuple,
+    seed: int,
+    device: str,
 ) -> None:
     """encode, decode, decode_sum and decode_sum_encode of ``launch``, in one and two chunks, three senders.
 
@@ -48,9 +58,15 @@ def check_operations(
     loose = dict(rtol=2**-7 if dtype == torch.bfloat16 else 2**-10, atol=1e-4)
     y = launch.decode(exact.to(device), config, shape, dtype).cpu()
     torch.testing.assert_close(y, reference.decode(exact, config, shape, dtype), **loose)
-    strided = torch.full((shape[0], 3 * config.group_size), 7.0, dtype=dtype)[:, : config.group_size]
-    small = reference.encode(strided.copy_(with_outliers(tuple(strided.shape), min(count, 3), seed)), config)
-    assert_wires_alike(launch.encode(strided.to(device), config).cpu(), small, config, strided.numel())
+    strided = torch.full((shape[0], 3 * config.group_size), 7.0, dtype=dtype)[
+        :, : config.group_size
+    ]
+    small = reference.encode(
+        strided.copy_(with_outliers(tuple(strided.shape), min(count, 3), seed)), config
+    )
+    assert_wires_alike(
+        launch.encode(strided.to(device), config).cpu(), small, config, strided.numel()
+    )
     into = torch.empty_like(strided, device=device)
     launch.decode(small.to(device), config, tuple(strided.shape), dtype, out=into)
     expected = reference.decode(small, config, tuple(strided.shape), dtype)
@@ -60,7 +76,9 @@ def check_operations(
     stack = torch.cat([reference.encode(sender, config) for sender in senders])
     total = launch.decode_sum(stack.to(device), config, shape, torch.float32).cpu()
     expected = reference.decode_sum(stack, config, shape, torch.float32)
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5 + 2e-7 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        total, expected, rtol=1e-5, atol=1e-5 + 2e-7 * float(expected.abs().max())
+    )
     for config_out in (
         config,
         replace(config, format="int8" if config.format == "int4" else "int4", scales="single"),
@@ -85,7 +103,9 @@ def check_values_apart(encode, decode, dtype: torch.dtype, device: str = "cpu") 
         places = torch.arange(count) * 6 + 2
         x[places, 5] = torch.tensor([-300.0, 200.0, 100.0])[:count] + constant
         plain, x = plain.to(dtype), x.to(dtype)
-        quiet, y = (decode(encode(v.to(device), layout), layout, dtype).cpu().float() for v in (plain, x))
+        quiet, y = (
+            decode(encode(v.to(device), layout), layout, dtype).cpu().float() for v in (plain, x)
+        )
         case = (constant, tokens, count, dtype)
         distance = (x[places, 5].float() - constant).abs()
         assert ((y - x.float())[places, 5].abs() <= 0.04 * distance).all(), case

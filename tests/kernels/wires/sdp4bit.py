@@ -26,7 +26,12 @@ def apart(a: torch.Tensor, b: torch.Tensor, format: GroupFormat, numel: int) -> 
 
 
 def assert_alike(
-    a: torch.Tensor, b: torch.Tensor, format: GroupFormat, numel: int, codes: float, scales: float = 0.0
+    a: torch.Tensor,
+    b: torch.Tensor,
+    format: GroupFormat,
+    numel: int,
+    codes: float,
+    scales: float = 0.0,
 ) -> None:
     """Two wires are the same but for a share of codes, which are neighbours, and the rounding of steps."""
     difference = apart(a, b, format, numel)
@@ -35,7 +40,12 @@ def assert_alike(
 
 
 def check_operations(
-    kernels, format: GroupFormat, target: GroupFormat, numel: int, dtype: torch.dtype, device: str = "cpu"
+    kernels,
+    format: GroupFormat,
+    target: GroupFormat,
+    numel: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> None:
     """Every operation of ``kernels``, with and without damaged values, against the reference."""
     for damaged in (False, True):
@@ -63,7 +73,9 @@ def check_operations(
         torch.testing.assert_close(out, expected, rtol=ulp, atol=1e-6, equal_nan=True)
         assert bool(out.isnan().any()) == damaged
         if device == "cpu" and dtype == torch.float16:  # the interpreter cuts fp32 off to bf16
-            assert torch.equal(out.nan_to_num(), expected.nan_to_num()), "rounded once, after the scale"
+            assert torch.equal(out.nan_to_num(), expected.nan_to_num()), (
+                "rounded once, after the scale"
+            )
 
         expected = reference.sum_requantize(senders, format, numel, target)
         again = kernels.sum_requantize(senders, format, numel, target)

@@ -26,7 +26,9 @@ class Difference(NamedTuple):
 def relative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Differences of scales, which may both be NaN."""
     ratio = (a - b).abs() / a.abs().clamp(min=1e-37)
-    return ratio.masked_fill(a.isnan() & b.isnan(), 0.0).masked_fill(a.isnan() != b.isnan(), torch.inf)
+    return ratio.masked_fill(a.isnan() & b.isnan(), 0.0).masked_fill(
+        a.isnan() != b.isnan(), torch.inf
+    )
 
 
 def ranks(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
@@ -37,9 +39,14 @@ def ranks(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
     return integer_values(codes, config.bits).int()
 
 
-def parts(wire: torch.Tensor, config: CodecConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def parts(
+    wire: torch.Tensor, config: CodecConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes uint8[groups, G], scales fp32 and padding of one wire that holds ``wire.numel()`` bytes."""
-    groups, scale_bytes = wire.numel() // config.bytes_per_group(), 8 if config.scales == "dual" else 2
+    groups, scale_bytes = (
+        wire.numel() // config.bytes_per_group(),
+        8 if config.scales == "dual" else 2,
+    )
     widths = [groups * config.group_size * bits // 8 for bits in config.planes]
     *planes, scales, padding = wire.split(
         [*widths, groups * scale_bytes, wire.numel() % config.bytes_per_group()]
@@ -66,7 +73,9 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> Differe
         coded = ~scales_x.isnan()
         codes_x, codes_y = (codes[coded[: len(codes)]] for codes in (codes_x, codes_y))
         distance = (ranks(codes_x, config) - ranks(codes_y, config)).abs()
-        near = (reference.code_values(codes_x, config) - reference.code_values(codes_y, config)).abs()
+        near = (
+            reference.code_values(codes_x, config) - reference.code_values(codes_y, config)
+        ).abs()
         distance = torch.where(near < 1e-6 * config.qmax, distance.clamp(max=1), distance)
         ratio = relative(scales_x, scales_y)
         differing, total = differing + int((distance > 0).sum()), total + distance.numel()
@@ -89,16 +98,26 @@ def assert_alike(
 
 
 def check_sums(
-    kernels, wires: torch.Tensor, shape: tuple, config: CodecConfig, agree, into, decoded: bool = True
+    kernels,
+    wires: torch.Tensor,
+    shape: tuple,
+    config: CodecConfig,
+    agree,
+    into,
+    decoded: bool = True,
 ) -> None:
     """``decode_sum_encode`` with each config of ``into``: wires that ``agree`` with the reference's, which it
     asserts of both and the config. And, if ``decoded``, ``decode_sum`` of all and of two."""
     for config_out in into:
-        expected = reference.decode_sum_encode(wires, config, math.prod(shape), config_out=config_out)
+        expected = reference.decode_sum_encode(
+            wires, config, math.prod(shape), config_out=config_out
+        )
         again = kernels.decode_sum_encode(wires, config, math.prod(shape), config_out=config_out)
         agree(expected[None], again[None], config_out)
     for some in (wires, wires[:2]) if decoded else ():
         out = torch.full(shape, 7.0, device=wires.device)
         total = kernels.decode_sum(some, config, shape, torch.float32, out=out)
         expected = reference.decode_sum(some, config, shape, torch.float32)
-        torch.testing.assert_close(total, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max())))
+        torch.testing.assert_close(
+            total, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.abs().max()))
+        )

@@ -25,7 +25,9 @@ class Difference(NamedTuple):
     """Whether all else, the zeros between sections, is alike."""
 
 
-def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple[int, ...]) -> Difference:
+def difference(
+    a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple[int, ...]
+) -> Difference:
     """Compare two wires of a tensor of ``shape``; values are compared without the inverse transform."""
     layout = layout_of(config, shape)
 
@@ -34,7 +36,10 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple
             return torch.zeros(1, 1, dtype=torch.bool)
         return reference.slots_on(wire, layout) < layout.high_tiles
 
-    (steps_a, zeros_a), (steps_b, zeros_b) = reference.scales_of(a, layout), reference.scales_of(b, layout)
+    (steps_a, zeros_a), (steps_b, zeros_b) = (
+        reference.scales_of(a, layout),
+        reference.scales_of(b, layout),
+    )
     finite_a, finite_b = (steps_a + zeros_a).isfinite(), (steps_b + zeros_b).isfinite()
     both = finite_a & finite_b
     unit = steps_a.clamp(min=2.0**-24)
@@ -42,9 +47,15 @@ def difference(a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple
     scales = torch.where(both, scales, torch.where(finite_a == finite_b, 0.0, torch.inf))
     same = reference.section(a, "pivots", layout) == reference.section(b, "pivots", layout)
     widths = high(a) != high(b)
-    (codes_a, low_a), (codes_b, low_b) = reference.code_values(a, layout), reference.code_values(b, layout)
+    (codes_a, low_a), (codes_b, low_b) = (
+        reference.code_values(a, layout),
+        reference.code_values(b, layout),
+    )
     apart = (codes_a - codes_b).abs()[both & same & (low_a == low_b)]
-    apart = apart / torch.where(low_a, 2.0**config.extra_bits, 1.0)[both & same & (low_a == low_b), None]
+    apart = (
+        apart
+        / torch.where(low_a, 2.0**config.extra_bits, 1.0)[both & same & (low_a == low_b), None]
+    )
     return Difference(
         widths=int(widths.sum()),
         pivots=int((~same).sum()),
@@ -79,10 +90,16 @@ def check_kernels(kernels, x: torch.Tensor, config: TahConfig, device: str = "cp
     """Equal choices; codes that differ only where sums in another order meet the middle of two."""
     exact, wire = reference.encode(x, config), kernels.encode(x.to(device), config).cpu()
     found, layout = difference(exact, wire, config, x.shape), layout_of(config, tuple(x.shape))
-    choices = 0 if device == "cpu" else 2 + layout.units // 2000  # entropies closer than fp32 tells apart
+    choices = (
+        0 if device == "cpu" else 2 + layout.units // 2000
+    )  # entropies closer than fp32 tells apart
     assert found.widths <= choices * layout.tiles_per_unit, (config, x.shape, found)
     assert found.pivots == 0 and found.padding, (config, x.shape, found)
-    assert found.scales <= 0.05 and found.codes <= 0.002 and found.cells <= 1, (config, x.shape, found)
+    assert found.scales <= 0.05 and found.codes <= 0.002 and found.cells <= 1, (
+        config,
+        x.shape,
+        found,
+    )
     for dtype in {torch.float32, x.dtype}:
         result = kernels.decode(exact.to(device), config, x.shape, dtype).cpu()
         # the interpreter cuts fp32 off to bf16 and fp16, where devices round

@@ -20,7 +20,9 @@ class Quantizer:
     scale = 1 / 16
 
     def __call__(self, x: torch.Tensor) -> Quantized:
-        return Quantized((x / self.scale).round().clamp(-128, 127).add(128).to(torch.uint8), self.scale)
+        return Quantized(
+            (x / self.scale).round().clamp(-128, 127).add(128).to(torch.uint8), self.scale
+        )
 
 
 def allreduce(inp, tp_group=None, async_op=False):
@@ -30,15 +32,24 @@ def allreduce(inp, tp_group=None, async_op=False):
 def reduce_scatter_along_first_dim(inp, tp_group, async_op=False, output=None):
     if output is None:
         output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
-    return output, dist.reduce_scatter_tensor(output, inp.contiguous(), group=tp_group, async_op=async_op)
+    return output, dist.reduce_scatter_tensor(
+        output, inp.contiguous(), group=tp_group, async_op=async_op
+    )
 
 
 def gather_along_first_dim(
-    inp, process_group, async_op=False, quantizer=None, output_tensor=None, external_coalescing=False
+    inp,
+    process_group,
+    async_op=False,
+    quantizer=None,
+    output_tensor=None,
+    external_coalescing=False,
 ):
     if quantizer is not None and not isinstance(inp, Quantized):
         inp = quantizer(inp)
     data = inp._data if isinstance(inp, Quantized) else inp
     full = data.new_empty((data.shape[0] * process_group.size(), *data.shape[1:]))
-    handle = dist.all_gather_into_tensor(full, data.contiguous(), group=process_group, async_op=async_op)
+    handle = dist.all_gather_into_tensor(
+        full, data.contiguous(), group=process_group, async_op=async_op
+    )
     return (Quantized(full, inp.scale) if isinstance(inp, Quantized) else full), handle

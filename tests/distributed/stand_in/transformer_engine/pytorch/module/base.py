@@ -16,7 +16,14 @@ class TransformerEngineBaseModule(torch.nn.Module):
     """A product of ``[tokens, in]`` with this rank's part of ``weight``."""
 
     def __init__(
-        self, size_in, size_out, tp_group, parallel_mode, sequence_parallel=False, fp8=False, fuse=False
+        self,
+        size_in,
+        size_out,
+        tp_group,
+        parallel_mode,
+        sequence_parallel=False,
+        fp8=False,
+        fuse=False,
     ):
         super().__init__()
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_group.size(), parallel_mode

@@ -8,7 +8,11 @@ from transformer_engine.pytorch.distributed import (
     gather_along_first_dim,
     reduce_scatter_along_first_dim,
 )
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, add_weight_gradient, plain
+from transformer_engine.pytorch.module.base import (
+    TransformerEngineBaseModule,
+    add_weight_gradient,
+    plain,
+)
 
 
 class _LayerNormLinear(torch.autograd.Function):
