@@ -56,7 +56,7 @@ def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other)
         graph.replay = lambda: now.__setitem__(0, now[0] + graph.calls * REPLAYED)
         return graph
 
-    def gather(into, own) -> None:
+    def gather(into, own, group=None) -> None:
         calls.clear()
         into[:] = own, other
 

@@ -9,7 +9,7 @@ from tests.distributed.launch import environment, launched
 SCRIPT = """
 import sys, threading, time
 import torch, torch.distributed as dist
-import megatron.compression.communication
+from megatron.compression.communication import Ledger, Policy, Run
 
 class Slow(torch.Tensor):
     def __del__(self):  # keeps the thread of gloo that drops the last reference at work
@@ -21,6 +21,7 @@ class Slow(torch.Tensor):
             print("dropped", flush=True)
 
 main, dropped = threading.get_ident(), threading.Event()
+Run(Policy({}, ledger := Ledger()), ledger)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 while not dropped.is_set():
     dist.all_reduce(torch.ones(2**20).as_subclass(Slow), async_op=True)

@@ -318,4 +318,4 @@ def test_lossless_is_off_in_a_capture(graph) -> None:
     captured.capture_begin()
     inside = policy.decide("tp.forward")
     captured.capture_end()
-    assert (inside.codec, inside.why) == (None, "overflow") and policy.decide("tp.forward").codec
+    assert (inside.codec, inside.reason) == (None, "overflow") and policy.decide("tp.forward").codec

@@ -25,8 +25,8 @@ def test_choice_follows_layer_error_iteration_and_size() -> None:
 
     def kind(site="site", layer=1, traffic="tp.forward", size=LARGE) -> str:
         decision = policy.decide(traffic, size, site, layer)
-        assert (decision.codec is not None) == (decision.why == "compressed")
-        return decision.why
+        assert (decision.codec is not None) == (decision.reason == "compressed")
+        return decision.reason
 
     for iteration[0] in (0, 2):
         assert kind() == "warmup"
@@ -38,18 +38,18 @@ def test_choice_follows_layer_error_iteration_and_size() -> None:
     assert kind(traffic="tp.backward") == "guarded"
     assert kind() == kind(site="other", traffic="tp.backward") == "compressed"
     assert kind(traffic="pp.forward") == kind(traffic="tp.other") == "off"
-    assert _policy(min_mb=0.0).decide("tp.forward", 0).why == "compressed"
+    assert _policy(min_mb=0.0).decide("tp.forward", 0).reason == "compressed"
 
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_evaluations_concern_activations_alone(flag: bool) -> None:
     """--validate-uncompressed: what is sent of activations, in evaluations, whatever its size."""
     policy = _policy(validate_uncompressed=flag)
-    assert policy.decide("tp.forward", LARGE).why == "compressed"
+    assert policy.decide("tp.forward", LARGE).reason == "compressed"
     policy.ledger.evaluating = True
-    assert policy.decide("tp.forward", LARGE).why == ("evaluation" if flag else "compressed")
-    assert policy.decide("tp.forward", 1).why == ("evaluation" if flag else "small")
-    assert policy.decide("dp.gradient", LARGE).why == "compressed"
+    assert policy.decide("tp.forward", LARGE).reason == ("evaluation" if flag else "compressed")
+    assert policy.decide("tp.forward", 1).reason == ("evaluation" if flag else "small")
+    assert policy.decide("dp.gradient", LARGE).reason == "compressed"
 
 
 def test_codecs_by_site_and_layer() -> None:
@@ -61,7 +61,7 @@ def test_codecs_by_site_and_layer() -> None:
 
     def name(site: str, layer, traffic="tp.forward") -> str | None:
         decision = policy.decide(traffic, LARGE, site, layer)
-        assert decision.why == ("compressed" if decision.codec else "excluded")
+        assert decision.reason == ("compressed" if decision.codec else "excluded")
         return decision.codec and decision.codec.name
 
     fc2, proj = "decoder.layers.{}.mlp.linear_fc2", "decoder.layers.{}.self_attention.linear_proj"

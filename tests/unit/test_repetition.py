@@ -127,7 +127,7 @@ def test_where_lossless_is_off() -> None:
     )
     wanted = {State.NOTED: [], State.ASKED: ["pp.forward"], State.OFF: ["tp.forward", "pp.forward"]}
     for overflow.state, off in wanted.items():
-        assert [one for one in policy.rules if policy.decide(one).why == "overflow"] == off
+        assert [one for one in policy.rules if policy.decide(one).reason == "overflow"] == off
     overflow.state = State.ASKED
 
 

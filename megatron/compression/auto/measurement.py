@@ -33,6 +33,7 @@ from megatron.compression.auto.plan import (
 )
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import Ledger, bytes_sent
+from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.site import CommSite, Run
 from megatron.compression.communication.topology import Topology
@@ -497,6 +498,5 @@ def _not_chosen(gains: dict[Recipe, float]) -> str:
 
 def _of_any_rank(reason: str | None) -> str | None:
     """The first rank's reason, where any has one."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, reason)
-    return next((one for one in found if one), None)
+    reasons = gather_objects(reason)
+    return next((reason for reason in reasons if reason), None)

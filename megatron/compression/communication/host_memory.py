@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.compression.communication.objects import gather_objects
 from taco_kernels.common.graph_events import GraphObserver, observe
 
 PIECES = 4
@@ -297,8 +298,7 @@ class HostMemory:
 
     def _told(self, word: str | None, problem: str | None) -> list:
         """Every rank's word, or HostMemoryError on all if one has a problem. Collective."""
-        views: list = [None] * self.world
-        dist.all_gather_object(views, (word, problem), group=self.group)
+        views = gather_objects((word, problem), self.group)
         for rank, (_, problem) in enumerate(views):
             if problem:
                 raise HostMemoryError(f"rank {rank}: {problem}")

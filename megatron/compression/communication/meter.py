@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import captures
+from megatron.compression.communication.objects import gather_objects
 from taco_kernels.taco.outliers import is_outlier
 
 GROUP = 128
@@ -106,9 +107,8 @@ class ErrorMeter:
         others (None: this rank alone): every rank gets all decisions, since any may write the checkpoint."""
         new = self._over_bound(sharing)
         if stages is not None and stages.size() > 1:
-            parts: list[dict] = [{}] * stages.size()
-            dist.all_gather_object(parts, new, group=stages)
-            new = {one: error for part in parts for one, error in part.items()}
+            new_by_stage = gather_objects(new, stages)
+            new = {site: error for part in new_by_stage for site, error in part.items()}
         self.tripped.update(new)
         return new
 

@@ -15,9 +15,9 @@ class Decision(NamedTuple):
     """How a message travels."""
 
     codec: Codec | None
-    """None: uncompressed, for the reason ``why``."""
-    why: str
-    """The ledger's kind: one of ``ledger.KINDS``."""
+    """None: uncompressed, for this reason."""
+    reason: str
+    """One of ``ledger.KINDS``."""
 
 
 SITES = ("qkv", "proj", "fc1", "fc2")
@@ -145,5 +145,5 @@ class Policy:
 
 
 _OFF = Rule(None)
-_UNCOMPRESSED = {why: Decision(None, why) for why in KINDS}
+_UNCOMPRESSED = {reason: Decision(None, reason) for reason in KINDS}
 """Made once: a message of a layer asks twice."""

@@ -24,6 +24,7 @@ from megatron.compression.communication.collectives import (
     uncompressed_all_reduce,
     uncompressed_reduce_scatter,
 )
+from megatron.compression.communication.gloo import wait_at_exit
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.overflow import encode
 from megatron.compression.communication.policy import Decision, Policy
@@ -47,6 +48,9 @@ class Run:
     """Counts bytes."""
     transports: Transports = field(default_factory=Transports)
     """For the payloads."""
+
+    def __post_init__(self) -> None:
+        wait_at_exit()
 
 
 class CommSite:
@@ -80,12 +84,12 @@ class CommSite:
                 is given).
         """
         run = self.run
-        codec, why = decision or self.decide(traffic, nbytes)
+        codec, reason = decision or self.decide(traffic, nbytes)
         if codec is None:
-            run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
+            run.ledger.record_uncompressed(traffic, reason, operation, nbytes, self.group.size())
         else:
             run.ledger.record_plain(traffic, operation, nbytes, self.group.size())
-        return Message(self, traffic, operation, codec, why)
+        return Message(self, traffic, operation, codec, reason)
 
     def decide(self, traffic: str, nbytes: int) -> Decision:
         """Codec or not for a message now, and why; nothing is counted."""
@@ -95,9 +99,9 @@ class CommSite:
         """Whether a message of this size is compressed now in one of the traffic classes."""
         return any(self.decide(one, nbytes).codec is not None for one in traffic)
 
-    def count(self, traffic: str, why: str, operation: str, nbytes: int) -> None:
-        """Count a collective that the policy is not asked about; ``why`` is one of ``ledger.KINDS``."""
-        self.run.ledger.record_uncompressed(traffic, why, operation, nbytes, self.group.size())
+    def count(self, traffic: str, reason: str, operation: str, nbytes: int) -> None:
+        """Count a collective that the policy is not asked about; ``reason`` is one of ``ledger.KINDS``."""
+        self.run.ledger.record_uncompressed(traffic, reason, operation, nbytes, self.group.size())
 
     def transport(self, traffic: str) -> TorchTransport:
         """For the compressed messages of a traffic class, which it counts."""
@@ -110,15 +114,15 @@ class CommSite:
 
 
 class Message:
-    """One message of a site; see ``CommSite.message`` and, for ``codec`` and ``why``, ``Decision``."""
+    """One message of a site; see ``CommSite.message`` and, for ``codec`` and ``reason``, ``Decision``."""
 
-    __slots__ = ("codec", "operation", "site", "traffic", "why")
+    __slots__ = ("codec", "operation", "reason", "site", "traffic")
 
     def __init__(
-        self, site: CommSite, traffic: str, operation: str, codec: Codec | None, why: str
+        self, site: CommSite, traffic: str, operation: str, codec: Codec | None, reason: str
     ) -> None:
         self.site, self.traffic, self.operation = site, traffic, operation
-        self.codec, self.why = codec, why
+        self.codec, self.reason = codec, reason
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         """Start the operation on ``x``; ``wait`` gives the result, in ``out``, which may be ``x``, if
@@ -149,7 +153,7 @@ class Message:
 
     def again(self, traffic: str, nbytes: int) -> "Message":
         """The same message once more, counted in another traffic class."""
-        return self.site.message(traffic, self.operation, nbytes, Decision(self.codec, self.why))
+        return self.site.message(traffic, self.operation, nbytes, Decision(self.codec, self.reason))
 
     def _measure(self, x: torch.Tensor) -> None:
         """Let the error meter measure what is encoded, when it is due."""

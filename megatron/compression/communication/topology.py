@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.compression.communication.host_memory import HostMemory
 from megatron.compression.communication.ledger import Ledger, bytes_sent
+from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.transport import (
     HostTransport,
     OnSend,
@@ -172,8 +173,7 @@ def nodes_of(group: dist.ProcessGroup) -> list[int]:
     """The node of every member, in the group's order, by torchrun's LOCAL_WORLD_SIZE or the hosts' names; see
     ``nodes_by_views``. Collective over all ranks of the job."""
     ranks = dist.get_process_group_ranks(group)
-    views: list = [None] * dist.get_world_size()
-    dist.all_gather_object(views, (os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename))
+    views = gather_objects((os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename))
     nodes = nodes_by_views([int(size or 0) for size, _ in views], [host for _, host in views])
     return [nodes[rank] for rank in ranks]
 

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.host_memory import DeviceBytes, HostMemory, HostMemoryError
 from megatron.compression.communication.ledger import bytes_sent
+from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.work import Work, join
 from megatron.compression.errors import CompressionConfigError
 
@@ -351,18 +352,10 @@ def new_groups(wanted: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
     Every rank makes every group that any rank wants, in one order. (With ``use_local_synchronization``
     members in different numbers of groups wait for each other forever.)
     """
-    everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, [tuple(ranks) for ranks in wanted])
+    everyone = gather_objects([tuple(ranks) for ranks in wanted])
     keys = {(number, ranks) for wishes in everyone for number, ranks in enumerate(wishes)}
     created = {key: dist.new_group(list(key[1])) for key in sorted(keys)}
     return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]
-
-
-def views(own: Any, group: dist.ProcessGroup) -> list:
-    """What every rank of a group says. Collective."""
-    views: list = [None] * group.size()
-    dist.all_gather_object(views, own, group=group)
-    return views
 
 
 def _own_disabled() -> set[str]:
@@ -371,7 +364,7 @@ def _own_disabled() -> set[str]:
 
 def _disabled(group: dist.ProcessGroup) -> set[str]:
     """P2P and SHM where NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is 1 on any rank. Collective."""
-    return set().union(*views(_own_disabled(), group))
+    return set().union(*gather_objects(_own_disabled(), group))
 
 
 def over_tcp(group: dist.ProcessGroup) -> bool:
@@ -386,6 +379,6 @@ def over_tcp(group: dist.ProcessGroup) -> bool:
         os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
     )
     hosts, sockets, fast = zip(
-        *views((host, len(_own_disabled()) == 2, infiniband), group), strict=True
+        *gather_objects((host, len(_own_disabled()) == 2, infiniband), group), strict=True
     )
     return not all(fast) and (len(set(hosts)) > 1 or all(sockets))

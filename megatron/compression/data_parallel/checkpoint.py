@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from megatron.compression.communication.objects import gather_objects
 from megatron.compression.data_parallel.compressor import GradientBucket, GradientSync
 
 KEY = "data_parallel_compression"
@@ -88,6 +89,5 @@ def layout_of(syncs: Syncs) -> str | None:
             own.append(
                 (shapes, spans, bucket.numel, bucket.sharded, topology.nodes, topology.local)
             )
-    every: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(every, hashlib.sha256(repr(own).encode()).hexdigest() if own else "")
+    every = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest() if own else "")
     return hashlib.sha256("".join(every).encode()).hexdigest() if any(every) else None

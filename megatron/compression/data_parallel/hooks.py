@@ -121,7 +121,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             return "off"
         if force_all_reduce:
             return "exact"  # the iteration saves its full gradients (--save-wgrads-interval)
-        return self.policy.decide(traffic, nbytes).why
+        return self.policy.decide(traffic, nbytes).reason
 
     def _start_outer(self, kind: str) -> Work:
         """Start to sum this rank's shards over the optimizer instances."""

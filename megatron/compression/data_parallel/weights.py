@@ -54,7 +54,7 @@ class BucketWeights:
     def decide(self) -> Decision:
         """How the update of the last optimizer step is sent."""
         decision = self.policy.decide("dp.weight", self.nbytes)
-        self.uncompressed_kind = "exact" if decision.codec is not None else decision.why
+        self.uncompressed_kind = "exact" if decision.codec is not None else decision.reason
         self._codec = decision.codec
         return decision
 

@@ -85,7 +85,7 @@ class TokenSite(CommSite):
         all-to-all without a codec), and measured when the error meter is due."""
         run, codec = self.run, decision.codec
         if codec is None:
-            self.count(traffic, decision.why, "all_to_all", sent)
+            self.count(traffic, decision.reason, "all_to_all", sent)
             return TorchTransport(self.group)
         run.ledger.record_plain(traffic, operation, plain, self.group.size())
         meter = run.policy.meter
@@ -228,9 +228,9 @@ class TokenExchange:
     ) -> None:
         """Count what megatron-core sends itself: now, and in the backward that will come."""
         forward, backward, why = _traffic(site, self._sends_tokens(x))
-        site.count(forward, why or site.decide(forward, there[1]).why, *there)
+        site.count(forward, why or site.decide(forward, there[1]).reason, *there)
         if has_backward(x):
-            site.count(backward, why or site.decide(backward, back[1]).why, *back)
+            site.count(backward, why or site.decide(backward, back[1]).reason, *back)
 
 
 TOKEN_EXCHANGE = TokenExchange()

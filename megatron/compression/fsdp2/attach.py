@@ -15,10 +15,11 @@ from megatron.compression.codecs import Codec
 from megatron.compression.codecs.base import check_payloads
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.communication.transport import Transports, over_tcp, views
+from megatron.compression.communication.transport import Transports, over_tcp
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
 from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
@@ -96,9 +97,7 @@ class Fsdp2Compression:
         memory = gradients is not None and gradients.has_memory
         ranks = [_ranks(names[0], group, weights, memory) for group, names in groups]
         each = list(dict.fromkeys(one for among in ranks for one in among))
-        each += each[:1] * (
-            max(views(len(each), dist.group.WORLD)) - len(each)
-        )  # others may have more
+        each += each[:1] * (max(gather_objects(len(each))) - len(each))  # others may have more
         self.topologies = {one: topology_of(one) for one in each}
         """Of the shards' ranks and, under HSDP, of the replicas'."""
         for (group, names), among in zip(groups, ranks, strict=True):

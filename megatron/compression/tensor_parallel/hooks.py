@@ -5,7 +5,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import (
@@ -19,6 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.site import CommSite, Run, layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
@@ -93,8 +93,7 @@ class TensorParallel(Dimension):
         )
         if not by_site or parallel_state.get_tensor_model_parallel_world_size() == 1:
             return
-        unmet: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(unmet, unmet_parts(chunks, self.config))
+        unmet = gather_objects(unmet_parts(chunks, self.config))
         if nowhere := sorted(set.intersection(*unmet)):
             raise CompressionConfigError(
                 f"{nowhere[0]} names nothing that this model sends over tensor parallelism; drop that part"
