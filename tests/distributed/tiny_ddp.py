@@ -36,6 +36,10 @@ class Setup:
     """Of the distributed optimizer; as ``start`` was told."""
     overlap: bool = True
     fp32_gradients: bool = True
+    average_in_collective: bool = False
+    """Megatron's ``--ddp-average-in-collective``."""
+    check_for_nan: bool = False
+    """Megatron's ``--check-for-nan-in-loss-and-grad``."""
     micro_batches: int = 1
     bucket_size: int | None = 20_000
     loss_scale: float | None = None
@@ -66,6 +70,8 @@ class Training:
             use_distributed_optimizer=setup.distributed_optimizer,
             num_distributed_optimizer_instances=setup.instances,
             bucket_size=setup.bucket_size,
+            average_in_collective=setup.average_in_collective,
+            check_for_nan_in_grad=setup.check_for_nan,
         )
         self.ddp = DistributedDataParallel(self.model.config, ddp, self.model)
         self.gradients.attach_wrapped([self.ddp])
