@@ -74,6 +74,7 @@ def test_the_same_layout_restores_every_tensor() -> None:
             {"numel": 9},
             "ranks, nodes, buckets or parameters: the memory of tagc starts",
         ),
+        ("tagc", "tagc", {"nodes": 2}, "ranks, nodes, buckets or parameters: the memory of tagc"),
         (
             "tagc",
             "tagc:bits=8",
