@@ -23,8 +23,9 @@ from megatron.compression.codecs.registry import settings_of
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.compression import STATE, Compression, groups_by_dimension
 from megatron.compression.config import CompressionConfig, train_iterations
-from megatron.compression.dimension import FLAGS, naming_flags, print_on_first_rank, renaming
+from megatron.compression.dimension import naming_flags, print_on_first_rank, renaming
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.names import FLAGS
 from megatron.compression.patches import gaps
 from megatron.compression.report import Reporter, check_report_directory, track
 

@@ -13,15 +13,12 @@ from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.dimension import FLAGS, DimensionConfig, naming_arguments
+from megatron.compression.dimension import DimensionConfig, naming_arguments
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
+from megatron.compression.names import COMMUNICATORS, FLAGS, NODE_SIZE
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
-
-COMMUNICATORS = "MEGATRON_COMPRESSION_COMMUNICATORS"
-NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"
-"""Variables of the environment that set ``communicators`` and ``data_parallel.node_size``."""
 
 TransportChoice = Literal["auto", "collective", "symmetric", "host"]
 

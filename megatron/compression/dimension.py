@@ -16,26 +16,8 @@ from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, par
 from megatron.compression.codecs.recipes import expand
 from megatron.compression.communication.policy import Rule
 from megatron.compression.communication.site import Run
-from megatron.compression.errors import CompressionConfigError, naming
-
-FLAGS: dict[str, tuple[str, ...]] = {
-    "--tp-compression": ("tensor_parallel.compression", "tensor_parallel.backward"),
-    "--pp-compression": ("pipeline_parallel.compression", "pipeline_parallel.backward"),
-    "--cp-compression": ("context_parallel.compression", "context_parallel.backward"),
-    "--ep-compression": ("expert_parallel.compression", "expert_parallel.backward"),
-    "--dp-compression": ("data_parallel.compression", "data_parallel.weights"),
-    "--tp-compression-layers": ("tensor_parallel.layers",),
-    "--tp-compression-overlap": ("tensor_parallel.overlap",),
-    "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
-    "--compression-min-mb": ("tensor_parallel.min_mb",),
-    "--compression-loss-budget": ("loss_budget",),
-    "--compression-start-iteration": ("start_iteration",),
-    "--compression-transport": ("transport",),
-    "--compression-error-bound": ("error_bound",),
-    "--validate-uncompressed": ("validate_uncompressed",),
-    "--compression-report": ("report",),
-}
-"""Flag -> fields of ``CompressionConfig``, one a value. ``min_mb`` is every dimension's."""
+from megatron.compression.errors import CompressionConfigError, SettingError, naming
+from megatron.compression.names import FLAG_NAMES, FLAGS, PYTHON_NAMES, Names
 
 
 def _arguments() -> dict[str, str]:
@@ -54,20 +36,27 @@ ARGUMENTS = _arguments()
 
 
 @contextlib.contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Put other names into what a ``CompressionConfigError`` says, the first that matches first."""
+def renaming(names: Mapping[str, str], spelling: Names | None = None) -> Iterator[None]:
+    """Put other names into what a ``CompressionConfigError`` says, the first that matches first; a
+    ``SettingError`` has its own way, ``spelling``."""
     try:
         yield
     except CompressionConfigError as error:
+        if spelling is not None:
+            error.names = spelling
+            if isinstance(error, SettingError):
+                raise
         text = str(error)
         for old, new in names.items():
             text = re.sub(rf"(?<![\w.-]){re.escape(old)}(?![\w-])", new, text)
         raise CompressionConfigError(text) from None
 
 
-naming_arguments = partial(renaming, ARGUMENTS)
+naming_arguments = partial(renaming, ARGUMENTS, PYTHON_NAMES)
 """Has what is refused name arguments, for who gives no flags."""
-naming_flags = partial(renaming, {argument: flag for flag, argument in ARGUMENTS.items()})
+naming_flags = partial(
+    renaming, {argument: flag for flag, argument in ARGUMENTS.items()}, FLAG_NAMES
+)
 """Has what ``naming_arguments`` refuses name flags again, for who gives them."""
 
 

@@ -15,6 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.compression.names import FLAG_NAMES, Names, argument, setting
+
+__all__ = [
+    "CompressionConfigError",
+    "InputError",
+    "SettingError",
+    "argument",
+    "refused_for",
+    "setting",
+    "spelled",
+]
+
 PEER_GRACE_SECONDS = 10.0  # how long another rank waits for rank 0 to say the same thing
 
 # gloo has one type for everything: a peer that is gone, and one that does not answer.
@@ -37,7 +49,88 @@ class InputError(ValueError):
 
 
 class CompressionConfigError(InputError):
-    """A setting that cannot be honoured; the message names the flag and the fix."""
+    """Settings that cannot be honoured; the message names the flag and the fix.
+
+    A message mentions settings and Megatron's arguments by reference, ``setting("transport")`` and
+    ``argument("bf16")``, which are shown as ``names`` has them: until a front end decides otherwise
+    (``spelled``), as flags of the command line.
+    """
+
+    names: Names = FLAG_NAMES
+
+    def __str__(self) -> str:
+        return self.names.resolve(super().__str__())
+
+
+class SettingError(CompressionConfigError):
+    """A setting, or an argument of Megatron's, that cannot be honoured: which, its value, why, and the fix.
+
+    The text is one line, ``NAME VALUE REASON; FIX``, in the words of the front end that the user came
+    through. Reason and fix mention other settings and Megatron's arguments by reference.
+
+        raise SettingError(
+            "tensor_parallel.overlap",
+            "halves",
+            f"needs {argument('transformer_impl')} local: other layers wait for a sum",
+            f"give local, or drop {setting('tensor_parallel.overlap')}",
+        )
+
+    On the command line that is "--tp-compression-overlap halves needs --transformer-impl local: other layers
+    wait for a sum; give local, or drop --tp-compression-overlap". In Python the first words are
+    "TensorParallelConfig.overlap halves".
+
+    Args:
+        path: the place of the setting in ``CompressionConfig``, or ``args.NAME`` for Megatron's argument.
+        value: what the user gave, as typed; None where the name alone is shown, as for a switch.
+        reason: what is wrong. It goes on from the value (``is unknown``); a sentence of its own begins with a
+            colon (``: codec 'int' is unknown``).
+        fix: what the user can do, in the imperative; empty where the reason says it.
+    """
+
+    def __init__(
+        self, path: str, value: object = None, reason: str | None = None, fix: str = ""
+    ) -> None:
+        super().__init__(path, value, reason, fix)
+        self.path = path
+        self.value = value
+        self.reason = reason
+        self.fix = fix
+
+    def __str__(self) -> str:
+        if (
+            self.reason is None
+        ):  # megatron-core makes another of a module's error, from its text alone
+            return self.path
+        text = self.names.of(self.path)
+        if self.value is not None:
+            text += f" {self.value}"
+        if not self.reason.startswith(":"):
+            text += " "
+        text += self.names.resolve(self.reason)
+        if self.fix:
+            text += f"; {self.names.resolve(self.fix)}"
+        return text
+
+
+@contextlib.contextmanager
+def spelled(names: Names) -> Iterator[None]:
+    """Give errors of settings that leave the body these names; of nested front ends the outermost decides."""
+    try:
+        yield
+    except CompressionConfigError as error:
+        error.names = names
+        raise
+
+
+@contextlib.contextmanager
+def refused_for(path: str) -> Iterator[None]:
+    """Put a setting's name before what a codec, which does not know whose value it is, refuses."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except CompressionConfigError as error:
+        raise SettingError(path, None, f": {error.args[0]}") from None
 
 
 @contextlib.contextmanager

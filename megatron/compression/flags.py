@@ -17,8 +17,9 @@ from megatron.compression.config import (
     CompressionConfig,
     from_environment,
 )
-from megatron.compression.dimension import FLAGS, naming_flags
+from megatron.compression.dimension import naming_flags
 from megatron.compression.errors import CompressionConfigError, InputError, naming
+from megatron.compression.names import FLAGS
 
 _METAVARS = {"--tp-compression-layers": "LAYERS", "--compression-report": "DIR"}
 

@@ -1,0 +1,141 @@
+"""What things are called: the kinds of parallelism, our settings, and Megatron's arguments, in each front end.
+
+A setting has one path, ``tensor_parallel.backward``, which is its place in ``CompressionConfig``. The user
+of the command line types ``--tp-compression SPEC BACKWARD`` for it, the author of a training loop
+``TensorParallelConfig(backward=...)``, and with Megatron-Bridge it is ``tp=(..., ...)``. Messages for users
+are written with paths, and spelled by the ``Names`` of the front end that the user came through.
+
+Nothing heavy is imported here: scripts read the tables without loading torch.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """One kind of parallelism, as the settings, the flags, the ledger and the reports call it."""
+
+    name: str
+    """Its field of ``CompressionConfig``."""
+    flag: str
+    """The flag of its codecs."""
+    traffic: str
+    """How its traffic classes begin, as in ``tp.forward``."""
+    config: str
+    """The class of its settings, exported by ``megatron.compression``."""
+    second: str = "backward"
+    """The field of the second value of its flag."""
+
+    @property
+    def title(self) -> str:
+        """What reports call it."""
+        return self.name.replace("_", " ")
+
+
+PARALLELISMS = {
+    kind.name: kind
+    for kind in (
+        Parallelism("tensor_parallel", "--tp-compression", "tp.", "TensorParallelConfig"),
+        Parallelism("pipeline_parallel", "--pp-compression", "pp.", "PipelineParallelConfig"),
+        Parallelism("context_parallel", "--cp-compression", "cp.", "ContextParallelConfig"),
+        Parallelism("expert_parallel", "--ep-compression", "ep.", "ExpertParallelConfig"),
+        Parallelism("data_parallel", "--dp-compression", "dp.", "DataParallelConfig", "weights"),
+    )
+}
+"""By name. The order is that of ``--help`` and of the log; data parallelism alone sends no activations."""
+
+COMMUNICATORS = "MEGATRON_COMPRESSION_COMMUNICATORS"
+NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"
+"""Variables of the environment that set ``communicators`` and ``data_parallel.node_size``."""
+
+FLAGS: dict[str, tuple[str, ...]] = {
+    **{
+        kind.flag: (f"{kind.name}.compression", f"{kind.name}.{kind.second}")
+        for kind in PARALLELISMS.values()
+    },
+    "--tp-compression-layers": ("tensor_parallel.layers",),
+    "--tp-compression-overlap": ("tensor_parallel.overlap",),
+    "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
+    "--compression-min-mb": ("tensor_parallel.min_mb",),
+    "--compression-loss-budget": ("loss_budget",),
+    "--compression-start-iteration": ("start_iteration",),
+    "--compression-transport": ("transport",),
+    "--compression-error-bound": ("error_bound",),
+    "--validate-uncompressed": ("validate_uncompressed",),
+    "--compression-report": ("report",),
+}
+"""Flag -> paths of the settings that it takes, one a value. ``min_mb`` is every dimension's."""
+
+
+def setting(path: str) -> str:
+    """A reference to one of our settings, such as ``tensor_parallel.min_mb``, for a message."""
+    return f"{{{path}}}"
+
+
+def argument(name: str) -> str:
+    """A reference to an argument of Megatron's by its name in ``args``, for a message."""
+    return f"{{args.{name}}}"
+
+
+_REFERENCE = re.compile(r"\{([a-z_][a-z0-9_.]*)\}")
+"""What ``setting`` and ``argument`` return."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What one front end's user types for settings and for Megatron's arguments.
+
+    Args:
+        settings: path of a setting -> what the user types. A path that is missing is shown as it is.
+        arguments: Megatron's argument -> what the user types; one that is missing is shown as its flag.
+    """
+
+    settings: Mapping[str, str]
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, path: str) -> str:
+        """What the user types for a setting's path, or for ``args.NAME``."""
+        if path.startswith("args."):
+            name = path.removeprefix("args.")
+            return self.arguments.get(name, f"--{name.replace('_', '-')}")
+        if path.endswith(".min_mb"):  # one setting on the command line, a field of each dimension
+            path = "tensor_parallel.min_mb"
+        return self.settings.get(path, path)
+
+    def resolve(self, text: str) -> str:
+        """``text`` with each reference replaced by what the user types."""
+        return _REFERENCE.sub(lambda reference: self.of(reference[1]), text)
+
+
+def _names_of_flags() -> Names:
+    names = {
+        "auto": "--compression auto",
+        "communicators": COMMUNICATORS,
+        "data_parallel.node_size": NODE_SIZE,
+    }
+    for flag, paths in FLAGS.items():
+        names[paths[0]] = flag
+        for path in paths[1:]:
+            names[path] = f"{flag} {path.rpartition('.')[2].upper()}"
+    return Names(names)
+
+
+def _names_in_python() -> Names:
+    names = {"tensor_parallel.min_mb": "min_mb"}
+    for path in FLAG_NAMES.settings:
+        owner, _, name = path.rpartition(".")
+        if owner in PARALLELISMS:
+            names.setdefault(path, f"{PARALLELISMS[owner].config}.{name}")
+        elif owner == "caat_net":
+            names[path] = f"CaatNetConfig.{name}"
+        else:
+            names[path] = f"CompressionConfig.{name}"
+    return Names(names)
+
+
+FLAG_NAMES = _names_of_flags()
+"""The command line's."""
+PYTHON_NAMES = _names_in_python()
+"""A training loop's of one's own."""
