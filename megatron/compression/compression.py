@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 
 from megatron.compression import repetition
 from megatron.compression.caat_net.hooks import CaatNet
-from megatron.compression.codecs.base import check_payloads
+from megatron.compression.codecs.contract import check_contract
 from megatron.compression.codecs.grouped import fp8_in_software
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
@@ -112,7 +112,7 @@ class Compression:
         Raises: CompressionConfigError: a part of a spec by site that meets no site on any rank.
         """
         codecs = [codec for rule in self.run.policy.rules.values() for codec in rule.codecs]
-        check_payloads(codecs)
+        check_contract(codecs)
         if line := fp8_in_software(codecs):
             self._say(f"compression: {line}")
         for dimension in self.dimensions.values():

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.compression.codecs import Codec
-from megatron.compression.codecs.base import check_payloads
+from megatron.compression.codecs.contract import check_contract
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.objects import gather_objects
@@ -56,7 +56,7 @@ def attach(
         config.check_fsdp2()
     ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)
     policy, node_size = Policy(config.rules(start_iteration), ledger), from_environment(NODE_SIZE)
-    check_payloads(policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
+    check_contract(policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
 
     def topology_of(group: dist.ProcessGroup) -> Topology:
         topology = find_topology(group, node_size, transports)
