@@ -64,6 +64,7 @@ class Compression:
         self._said_small = self._wrapped = False
         self._told = iteration is not None
         ledger, meter = Ledger(), ErrorMeter(config.error_bound)
+        ledger.count_replays()
         rules, iteration = config.rules(train_iters), iteration or (lambda: self.steps)
         policy = Policy(rules, ledger, iteration, config.validate_uncompressed, meter)
         self.run = Run(

@@ -8,7 +8,7 @@ random state, lossless codecs off, and its gradients are the exact ones.
 from argparse import Namespace
 from collections.abc import Callable
 
-from megatron.compression.communication.overflow import State, overflow
+from megatron.compression.communication.overflow import State
 from megatron.compression.communication.site import Run
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
@@ -31,13 +31,14 @@ class Repetition:
         """A step's first pass begins."""
         if self._left:
             self._left -= 1
-            overflow.state = State.OFF
+            self._run.overflow.state = State.OFF
             return
         self._forget = self._run.policy.meter.kept()
-        overflow.begin()
+        self._run.overflow.begin()
 
     def end(self) -> bool:
         """A pass has ended. Whether to repeat it. Collective over all ranks of the job."""
+        overflow = self._run.overflow
         if overflow.state is State.OFF:
             overflow.state = State.ASKED
             return False
@@ -64,7 +65,7 @@ def attach(
     if not any(getattr(codec, "lossless", False) for codec in codecs):
         return
     if args.cuda_graph_impl != "none":
-        overflow.state = State.OFF
+        run.overflow.state = State.OFF
         say(
             "compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed"
         )

@@ -215,14 +215,16 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron.compression.communication import Ledger, Policy, Run
-    from megatron.compression.communication.overflow import State, overflow
+    from megatron.compression.communication.overflow import State
     from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
     from megatron.compression.pipeline_parallel.hooks import PipelineParallel
 
     ledger = Ledger()
     config = PipelineParallelConfig(**SETTINGS[codec])
     policy = Policy(config.rules(int(codec == "warm-up")), ledger)
-    exchange = PipelineParallel(config, Run(policy, ledger)).exchange
+    run = Run(policy, ledger)
+    overflow = run.overflow
+    exchange = PipelineParallel(config, run).exchange
     model = _build(rank, case)
     losses, repeated = [], False
     step = get_forward_backward_func()

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.compression import graphs
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.communication.ledger import Ledger, captures
+from megatron.compression.communication.ledger import Ledger, release_graphs
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.policy import Policy, Rule
 from megatron.compression.communication.site import Run
@@ -18,7 +18,6 @@ from megatron.compression.data_parallel.hooks import CompressedBucketGroup
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.patches import loop
-from taco_kernels.common.graph_events import observe
 from tests.unit.megatron_args import experts, parsed
 
 SENT = ("tp.forward", "compressed", "all_to_all")
@@ -36,8 +35,14 @@ class Graph:
 def graph(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     cls = type("CUDAGraph", (Graph,), {})
     monkeypatch.setattr(torch.cuda, "CUDAGraph", cls)
-    observe(captures)
     return cls
+
+
+def counting() -> Ledger:
+    """A ledger that counts replays."""
+    ledger = Ledger()
+    ledger.count_replays()
+    return ledger
 
 
 def _sent(ledger: Ledger, phase: str = "train") -> list[tuple[int, int, int]]:
@@ -49,7 +54,7 @@ def _sent(ledger: Ledger, phase: str = "train") -> list[tuple[int, int, int]]:
 
 
 def test_a_capture_is_counted_at_each_replay_in_its_phase(graph) -> None:
-    ledger, one, other = Ledger(), graph(), graph()
+    ledger, one, other = counting(), graph(), graph()
     ledger.record(*SENT, sent=5, plain=7)
     for captured, size in ((one, 10), (other, 100)):
         captured.capture_begin()
@@ -68,7 +73,7 @@ def test_a_capture_is_counted_at_each_replay_in_its_phase(graph) -> None:
 
 def test_the_audit_follows_replays(graph) -> None:
     """While it runs; afterwards replays count for nothing."""
-    audit, replayed = BackendAudit(Ledger(), dict), graph()
+    audit, replayed = BackendAudit(counting(), dict), graph()
     audit.start()
     replayed.capture_begin()
     audit._count("group", "all_to_all", True, 10)
@@ -82,18 +87,16 @@ def test_the_audit_follows_replays(graph) -> None:
 
 def test_the_meter_is_off_in_a_capture(graph) -> None:
     """With graphs it measures the first message too, since the last of an interval may be in a replay."""
-    meter, captured = ErrorMeter(interval=10), graph()
-    meter.also_first = True
+    now, captured = SimpleNamespace(iteration=9), graph()
+    policy = Policy({}, counting(), lambda: now.iteration, meter=ErrorMeter(interval=10))
+    policy.meter.also_first = True
     captured.capture_begin()
-    assert not meter.due("fc1", "tp.forward", 9)
+    assert not policy.measures("fc1", "tp.forward")
     captured.capture_end()
-    assert [meter.due("fc1", "tp.forward", iteration) for iteration in (0, 0, 1, 9, 9)] == [
-        1,
-        0,
-        0,
-        1,
-        0,
-    ]
+    measured = []
+    for now.iteration in (0, 0, 1, 9, 9):
+        measured.append(policy.measures("fc1", "tp.forward"))
+    assert measured == [True, False, False, True, False]
 
 
 class Wrapper:
@@ -301,20 +304,20 @@ def test_graphs_are_freed_before_process_groups(graph, monkeypatch) -> None:
     monkeypatch.setattr(
         torch.distributed, "destroy_process_group", lambda group=None: done.append(group)
     )
-    Ledger()
+    counted = counting()
     kept = [graph() for _ in range(2)]
     for captured in kept:
         captured.capture_begin()
         captured.capture_end()
     torch.distributed.destroy_process_group("gloo's")
     torch.distributed.destroy_process_group()
-    captures.release()
-    assert done == ["gloo's", "reset", "reset", None]
+    release_graphs()
+    assert not counted.captures.contents and done == ["gloo's", "reset", "reset", None]
 
 
 def test_lossless_is_off_in_a_capture(graph) -> None:
     """Also in a loop of one's own, where nobody could read there whether values fit."""
-    policy, captured = Policy({"tp.forward": Rule(parse_codec("lossless"))}, Ledger()), graph()
+    policy, captured = Policy({"tp.forward": Rule(parse_codec("lossless"))}, counting()), graph()
     captured.capture_begin()
     inside = policy.decide("tp.forward")
     captured.capture_end()

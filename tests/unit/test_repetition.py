@@ -1,5 +1,7 @@
 """Training passes that are repeated: what Megatron's loop keeps, how often, and where they cannot be."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core import rerun_state_machine, tensor_parallel
@@ -9,7 +11,7 @@ from megatron.compression import CompressionConfigError, flags, repetition
 from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Ledger, Policy, Rule, Run
 from megatron.compression.communication.meter import ErrorMeter
-from megatron.compression.communication.overflow import State, encode, overflow
+from megatron.compression.communication.overflow import Overflow, State, encode
 from megatron.compression.patches import loop
 from tests.unit.megatron_args import parsed
 from tests.unit.one_rank import one_rank  # noqa: F401
@@ -79,6 +81,8 @@ def test_steps_without_lossless_after_a_repeated_one(monkeypatch) -> None:
     lines, overflowed, run = [], [True, True, False, True], run_of()
     repeats = repetition.Repetition(run, lines.append)
 
+    overflow = run.overflow
+
     def end() -> bool:
         overflow.state = State.ASKED
         return overflowed.pop(0)
@@ -107,7 +111,8 @@ def test_steps_without_lossless_after_a_repeated_one(monkeypatch) -> None:
 
 def test_flags_of_a_pass() -> None:
     """Whether any payload overflowed; short ones, stored as they are, do not."""
-    codec = parse_codec("lossless")
+    codec, transport = parse_codec("lossless"), SimpleNamespace(overflow=Overflow())
+    overflow = transport.overflow
     wild = torch.randn(2, 4096) * torch.exp2(60 * torch.rand(2, 4096))
     for expected, tensors in (
         (False, [torch.randn(2, 4096), wild[:, :8]]),
@@ -115,7 +120,7 @@ def test_flags_of_a_pass() -> None:
     ):
         overflow.begin()
         for x in tensors:
-            assert encode(codec, x.bfloat16(), None)[0] is codec
+            assert encode(codec, x.bfloat16(), transport)[0] is codec
         assert overflow.end() is expected and overflow.state is State.ASKED
 
 
@@ -126,9 +131,8 @@ def test_where_lossless_is_off() -> None:
         {one: Rule(lossless) for one in ("tp.forward", "pp.forward", "dp.weight")}, Ledger()
     )
     wanted = {State.NOTED: [], State.ASKED: ["pp.forward"], State.OFF: ["tp.forward", "pp.forward"]}
-    for overflow.state, off in wanted.items():
+    for policy.overflow.state, off in wanted.items():
         assert [one for one in policy.rules if policy.decide(one).reason == "overflow"] == off
-    overflow.state = State.ASKED
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,6 @@ def test_what_a_run_is_told() -> None:
         vars(args).update(megatron)
         repetition.attach(args, config, run, lines.append)
         assert said in lines.pop() and not lines
-    overflow.state = State.ASKED
     args = parsed(
         "--pp-compression",
         "lossless",

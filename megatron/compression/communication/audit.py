@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent, captures
+from megatron.compression.communication.ledger import DIMENSIONS, Ledger, bytes_sent
 from megatron.compression.patches import symbols
 
 Groups = Sequence[dist.ProcessGroup]
@@ -187,8 +187,9 @@ class BackendAudit:
     def _count(
         self, group: dist.ProcessGroup, operation: str, payload: bool, sent: int, times: int = 1
     ) -> None:
-        if captures.captured is not None:
-            captures.captured[self._count, (group, operation, payload, sent)] += times
+        captured = self.ledger.captures.captured
+        if captured is not None:
+            captured[self._count, (group, operation, payload, sent)] += times
         elif self._originals:
             self.given[group, operation, payload] += times * sent
 

@@ -6,11 +6,12 @@ payload.
 """
 
 import atexit
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.compression.patches import loop
+from megatron.compression.patches import process
 from taco_kernels.common.graph_events import GraphObserver, observe
 
 TRAFFIC = {
@@ -79,15 +80,15 @@ class Tally:
 
 
 class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
-    """What is counted while a CUDA graph is captured: (what counts, its arguments) -> how often.
+    """What one ledger counts while a CUDA graph is captured: (counting method, its arguments) -> how often.
 
-    It is sent by each replay, and counted then, in the replay's phase. What counts adds to ``captured`` in
-    place: a method would be a Python frame in each message.
+    A capture sends nothing; each replay sends what was captured, and is counted in the replay's phase.
+    Methods that count add to ``captured`` in place: a call would be a Python frame in each message.
     """
 
     def replaying(self, content: Counter[tuple[Any, tuple]]) -> None:
-        for (count, given), times in content.items():
-            count(*given, times=times)
+        for (count, arguments), times in content.items():
+            count(*arguments, times=times)
 
     def release(self) -> None:
         """Free all graphs before process groups are destroyed: NCCL waits for those that hold its kernels."""
@@ -96,9 +97,14 @@ class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
         self.contents.clear()
 
 
-captures = Captures(Counter)
-"""The process's."""
-atexit.register(captures.release)
+_observing: "weakref.WeakSet[Captures]" = weakref.WeakSet()
+"""Captures whose graphs have to be freed before process groups are destroyed."""
+
+
+def release_graphs() -> None:
+    """Free the graphs of all ledgers that count replays."""
+    for captures in list(_observing):
+        captures.release()
 
 
 class Ledger:
@@ -109,8 +115,16 @@ class Ledger:
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
         self.evaluating = False
         """Set during evaluation: its traffic is kept separate from the training iterations'."""
-        observe(captures)
-        loop.before_process_groups_end(captures.release)
+        self.captures = Captures(Counter)
+        """What CUDA graphs hold of this ledger's messages; see ``count_replays``."""
+
+    def count_replays(self) -> None:
+        """Begin to follow CUDA graphs: what a capture holds is counted at each replay. Idempotent."""
+        if not _observing:
+            atexit.register(release_graphs)
+        _observing.add(self.captures)
+        observe(self.captures)
+        process.before_process_groups_end(release_graphs)
 
     def record(
         self,
@@ -124,8 +138,9 @@ class Ledger:
     ) -> None:
         """Count one transport call, or several alike; in a CUDA graph at each replay. ``plain``: what the
         uncompressed operation would send, 0 where ``record_plain`` says it."""
-        if captures.captured is not None:
-            captures.captured[self.record, (traffic, kind, operation, sent, plain, link)] += times
+        captured = self.captures.captured
+        if captured is not None:
+            captured[self.record, (traffic, kind, operation, sent, plain, link)] += times
             return
         key = ("eval" if self.evaluating else "train", traffic, kind, operation, link)
         tally = self.tallies.get(key)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication.ledger import captures
 from megatron.compression.communication.objects import gather_objects
 from taco_kernels.taco.outliers import is_outlier
 
@@ -46,9 +45,9 @@ class ErrorMeter:
         self._last: dict[SiteTraffic, int] = {}
 
     def due(self, site: str, traffic: str, iteration: int) -> bool:
-        """Whether to measure this message: the first of its kind in the last of ``interval`` iterations. None
-        while a CUDA graph is captured: it would be measured in every replay."""
-        if not self.interval or captures.captured is not None:
+        """Return whether to measure this message: the first of its kind in the last of ``interval``
+        iterations. ``Policy.measures`` asks, where measuring is possible at all."""
+        if not self.interval:
             return False
         before = self._last.get((site, traffic))
         if not self.ends_interval(iteration) and not (self.also_first and before is None):

@@ -1,6 +1,6 @@
 """What is sent where the values of a lossless payload did not fit: the values as they are.
 
-Three states of the process, the same on every rank:
+Three states of a run, the same on every rank:
 
 - ``NOTED``, in a training pass that can be repeated (repetition.py): flags are kept on the device and read
   once at the pass's end; a pass with an overflow is repeated, lossless codecs off.
@@ -12,15 +12,16 @@ Three states of the process, the same on every rank:
 import enum
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.base import Shape
-from megatron.compression.communication.ledger import captures
-from megatron.compression.communication.transport import TorchTransport
+
+if TYPE_CHECKING:  # transports hold the overflow state of their run
+    from megatron.compression.communication.transport import TorchTransport
 
 
 class State(enum.Enum):
@@ -32,7 +33,7 @@ class State(enum.Enum):
 
 
 class Overflow:
-    """The state of this process, and the flags of its pass."""
+    """The state of one run, and the flags of its pass."""
 
     def __init__(self) -> None:
         self.state = State.ASKED
@@ -59,28 +60,36 @@ class Overflow:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 
-    def turns_off(self, traffic: str) -> bool:
-        """Whether lossless codecs of a traffic class are off. Updated weights, which are sent outside passes,
-        are asked about at each optimizer step (data_parallel/weights.py)."""
+    def turns_off(self, traffic: str, capturing: bool) -> bool:
+        """Return whether lossless codecs of a traffic class are off.
+
+        ``capturing``: a CUDA graph is being captured, in which the host cannot read a flag. Updated weights
+        are sent outside passes, so they are asked about at each optimizer step (data_parallel/weights.py).
+        """
         if self.state is State.ASKED:
-            return traffic.startswith("pp.") or captures.captured is not None
+            return capturing or traffic.startswith("pp.")
         return self.state is State.OFF and traffic != "dp.weight"
 
 
-overflow = Overflow()
-"""The process's: a pass has one state, whatever communicates in it."""
-
-
 def encode(
-    codec: Codec, rows: torch.Tensor, transport: TorchTransport
+    codec: Codec, rows: torch.Tensor, transport: "TorchTransport"
 ) -> tuple[Codec, torch.Tensor]:
-    """What decodes on all ranks, the codec or ``AsIs`` where it is lossless and a rank's values did not fit,
-    and uint8 ``[rows, bytes]`` of ``[rows, *shape]``."""
+    """Encode ``rows``, and where a lossless payload overflows on any rank, the values as they are.
+
+    Args:
+        codec: encodes one payload a row.
+        rows: ``[rows, *shape]``.
+        transport: sends the payloads; its run's overflow state says how an overflow is found out.
+
+    Returns:
+        What decodes on all ranks (``codec``, or ``AsIs`` where a rank's values did not fit), and the
+        payloads, uint8 ``[rows, bytes]``.
+    """
     payloads = codec.encode(rows)
     if not codec.lossless:
         return codec, payloads
-    if overflow.state is State.NOTED:
-        overflow.note(codec, payloads)
+    if transport.overflow.state is State.NOTED:
+        transport.overflow.note(codec, payloads)
     elif transport.any_rank(codec.overflow_flag(payloads)):
         codec = AsIs(rows.dtype)
         payloads = codec.encode(rows)
@@ -93,7 +102,7 @@ def sum_and_encode(
     shape: Shape,
     dtype: torch.dtype,
     into: Codec,
-    transport: TorchTransport,
+    transport: "TorchTransport",
 ) -> tuple[Codec, torch.Tensor]:
     """``encode`` of the sum over S of uint8 ``[S, rows, bytes]``, by ``into``; a lossless one rounds it to
     the ``dtype`` of what was encoded."""

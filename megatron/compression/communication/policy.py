@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import KINDS, Ledger
 from megatron.compression.communication.meter import ErrorMeter
-from megatron.compression.communication.overflow import overflow
+from megatron.compression.communication.overflow import Overflow
 
 
 class Decision(NamedTuple):
@@ -98,10 +98,20 @@ class Policy:
     meter: ErrorMeter = field(default_factory=ErrorMeter)
     left_out: Callable[[str], bool] | None = None
     """Whether a traffic class goes uncompressed in this iteration, as ``--compression auto`` has it."""
+    overflow: Overflow = field(default_factory=Overflow)
+    """Says whether lossless codecs are on. Its ``Run`` replaces it by the run's."""
 
     def rule(self, traffic: str) -> Rule:
         """The settings of a traffic class."""
         return self.rules.get(traffic, _OFF)
+
+    def measures(self, site: str, traffic: str) -> bool:
+        """Return whether the error meter measures this message of a site: not in evaluation, nor while a
+        CUDA graph is captured, whose replays would all measure it."""
+        meter, ledger = self.meter, self.ledger
+        if not meter.interval or ledger.evaluating or ledger.captures.captured is not None:
+            return False
+        return meter.due(site, traffic, self.iteration())
 
     def circumstances(self) -> Hashable:
         """What decisions and measures depend on besides class, site and size; equal while none changes."""
@@ -139,7 +149,9 @@ class Policy:
             return _UNCOMPRESSED["warmup"]
         if nbytes is not None and nbytes < rule.min_bytes:
             return _UNCOMPRESSED["small"]
-        if codec.lossless and overflow.turns_off(traffic):
+        if codec.lossless and self.overflow.turns_off(
+            traffic, capturing=self.ledger.captures.captured is not None
+        ):
             return _UNCOMPRESSED["overflow"]
         return rule.compressed if codec is rule.codec else Decision(codec, "compressed")
 

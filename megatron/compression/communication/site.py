@@ -26,7 +26,7 @@ from megatron.compression.communication.collectives import (
 )
 from megatron.compression.communication.gloo import wait_at_exit
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.overflow import encode
+from megatron.compression.communication.overflow import Overflow, encode
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.transport import TorchTransport, Transports
 from megatron.compression.communication.work import Work
@@ -38,7 +38,7 @@ _COLLECTIVES: dict[str, tuple[Callable[..., Work], Callable[..., Work]]] = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """What the communication sites of one training run share; there is no global one."""
 
@@ -48,8 +48,12 @@ class Run:
     """Counts bytes."""
     transports: Transports = field(default_factory=Transports)
     """For the payloads."""
+    overflow: Overflow = field(default_factory=Overflow)
+    """Whether lossless payloads fit: asked, noted or off. The policy and the transports share it."""
 
     def __post_init__(self) -> None:
+        self.policy.overflow = self.overflow
+        self.transports.overflow = self.overflow
         wait_at_exit()
 
 
@@ -158,9 +162,7 @@ class Message:
     def _measure(self, x: torch.Tensor) -> None:
         """Let the error meter measure what is encoded, when it is due."""
         site, policy = self.site, self.site.run.policy
-        if site.run.ledger.evaluating or not policy.meter.due(
-            site.name, self.traffic, policy.iteration()
-        ):
+        if not policy.measures(site.name, self.traffic):
             return
         assert self.codec is not None
         first, second = self.codec.hops

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.compression.communication.host_memory import HostMemory
 from megatron.compression.communication.ledger import Ledger, bytes_sent
 from megatron.compression.communication.objects import gather_objects
+from megatron.compression.communication.overflow import Overflow
 from megatron.compression.communication.transport import (
     HostTransport,
     OnSend,
@@ -50,6 +51,8 @@ class Topology:
     """How payloads travel inside a node and why, for the log."""
     regular: bool = True
     """False: nodes hold different numbers of ranks, and every rank counts as a node of its own."""
+    overflow: Overflow = field(default_factory=Overflow)
+    """Of the run whose transports found it: whether its lossless payloads fit."""
 
     @property
     def world_size(self) -> int:
@@ -115,9 +118,9 @@ class Topology:
     ) -> TorchTransport:
         """As ``transport``, with what counts the bytes."""
         if self.memory is not None and link == (None if self.nodes == 1 else INTRA):
-            return HostTransport(self.memory, on_send)
+            return HostTransport(self.memory, on_send, self.overflow)
         group, *more = (self.group, *self.more) if link is None else self.hops[link]
-        return TorchTransport(group, on_send, more)
+        return TorchTransport(group, on_send, more, self.overflow)
 
     def describe(self) -> str:
         """For the log: ranks and nodes, communicators, how payloads travel."""
@@ -166,7 +169,8 @@ def find_topology(
         by_link = {INTRA: (created[0],), INTER: tuple(created[1 : len(hops)])}
         memory, way = transports.host_memory(created[0])
     more = tuple(created[len(hops) :])
-    return Topology(group, nodes, local, by_link, more, memory, way, shape is not None)
+    regular = shape is not None
+    return Topology(group, nodes, local, by_link, more, memory, way, regular, transports.overflow)
 
 
 def nodes_of(group: dist.ProcessGroup) -> list[int]:

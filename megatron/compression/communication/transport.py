@@ -21,6 +21,7 @@ from megatron.compression.codecs import Codec
 from megatron.compression.communication.host_memory import DeviceBytes, HostMemory, HostMemoryError
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.objects import gather_objects
+from megatron.compression.communication.overflow import Overflow
 from megatron.compression.communication.work import Work, join
 from megatron.compression.errors import CompressionConfigError
 
@@ -48,6 +49,7 @@ class TorchTransport:
         on_send: receives the operation's name and its bytes; None when nobody counts.
         more_groups: further process groups of the same ranks; each takes its share of every payload. One
             communicator does not fill some links (TCP).
+        overflow: the run's state of lossless payloads; None: one of its own.
     """
 
     overlaps = True
@@ -58,11 +60,14 @@ class TorchTransport:
         group: dist.ProcessGroup,
         on_send: OnSend | None = None,
         more_groups: Sequence[dist.ProcessGroup] = (),
+        overflow: Overflow | None = None,
     ) -> None:
         self.group = group
         self.groups = (group, *more_groups)
         self.world_size = group.size()
         self.on_send = on_send
+        self.overflow = overflow or Overflow()
+        """Of the run that sends: whether its lossless payloads fit."""
 
     def fuses(self, codec: Codec) -> bool:
         """Whether the transport does this codec's collectives in whole, by the three methods below."""
@@ -130,8 +135,13 @@ class TorchTransport:
 class HostTransport(TorchTransport):
     """Exchanges by copy engines through the group's ``HostMemory``; counted as over torch.distributed."""
 
-    def __init__(self, memory: HostMemory, on_send: OnSend | None = None) -> None:
-        super().__init__(memory.group, on_send)
+    def __init__(
+        self,
+        memory: HostMemory,
+        on_send: OnSend | None = None,
+        overflow: Overflow | None = None,
+    ) -> None:
+        super().__init__(memory.group, on_send, overflow=overflow)
         self.memory = memory
 
     def all_to_all(
@@ -181,8 +191,10 @@ class SymmetricTransport(TorchTransport):
 
     overlaps = False
 
-    def __init__(self, symmetric, on_send: OnSend | None = None) -> None:
-        super().__init__(symmetric.group, on_send)
+    def __init__(
+        self, symmetric, on_send: OnSend | None = None, overflow: Overflow | None = None
+    ) -> None:
+        super().__init__(symmetric.group, on_send, overflow=overflow)
         self.symmetric = symmetric
 
     def fuses(self, codec: Codec) -> bool:
@@ -244,6 +256,8 @@ class Transports:
         self.choice, self.communicators = choice, communicators
         self._memory: dict[dist.ProcessGroup, object | None] = {}
         self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
+        self.overflow = Overflow()
+        """Of the run, which replaces it by its own."""
         self.version = 0
         """Changes where a group may get another transport."""
 
@@ -339,10 +353,11 @@ class Transports:
         ``fused`` as there."""
         memory = self._memory.get(group)
         if isinstance(memory, HostMemory):
-            return HostTransport(memory, on_send)
+            return HostTransport(memory, on_send, self.overflow)
         if memory is None or not fused:
-            return TorchTransport(group, on_send, self._more_groups.get(group, ()))
-        return SymmetricTransport(memory, on_send)
+            more_groups = self._more_groups.get(group, ())
+            return TorchTransport(group, on_send, more_groups, self.overflow)
+        return SymmetricTransport(memory, on_send, self.overflow)
 
 
 def new_groups(wanted: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:

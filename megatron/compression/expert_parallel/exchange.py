@@ -88,10 +88,10 @@ class TokenSite(CommSite):
             self.count(traffic, decision.reason, "all_to_all", sent)
             return TorchTransport(self.group)
         run.ledger.record_plain(traffic, operation, plain, self.group.size())
-        meter = run.policy.meter
-        measured = meter.interval and not run.ledger.evaluating
-        if measured and meter.due(self.name, traffic, run.policy.iteration()):
-            meter.measure(self.name, traffic, x, codec, bounded=False)  # a rank may have no rows
+        if run.policy.measures(self.name, traffic):
+            run.policy.meter.measure(
+                self.name, traffic, x, codec, bounded=False
+            )  # a rank may have no rows
         return self.transport(traffic)
 
 

@@ -56,6 +56,7 @@ def attach(
         config.check_fsdp2()
     ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)
     policy, node_size = Policy(config.rules(start_iteration), ledger), from_environment(NODE_SIZE)
+    ledger.count_replays()
     check_contract(policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
 
     def topology_of(group: dist.ProcessGroup) -> Topology:

@@ -208,22 +208,6 @@ _CHECKED = (
 """What a pass's results change in megatron-core's machine."""
 
 
-def before_process_groups_end(release: Callable[[], None]) -> None:
-    """Call ``release()`` before the job's process groups are destroyed.
-
-    Why: NCCL waits for CUDA graphs that hold its kernels, whoever has captured them. Not reached: a group
-    destroyed by itself, and who has imported the function by name.
-    """
-    from torch import distributed
-
-    def destroy(destroy_process_group, group=None):
-        if group in (None, distributed.group.WORLD):
-            release()
-        destroy_process_group(group)
-
-    around(distributed, "destroy_process_group", (), destroy)
-
-
 def on_training_end(after: Callable[[], None]) -> None:
     """Call ``after()`` when ``pretrain`` ends, normally or by an early exit, with process groups.
 

@@ -16,7 +16,6 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.compression.codecs import Codec
 from megatron.compression.communication import Decision, Policy, Work
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.overflow import overflow
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import message_bytes
 
@@ -162,11 +161,11 @@ class PipelineExchange:
         _used_here(tensor)
         payload = codec.encode(tensor[None])
         if codec.lossless:
-            overflow.note(codec, payload)
+            self.policy.overflow.note(codec, payload)
         self.ledger.record(traffic, "compressed", "send", payload.nbytes, 0)
         self.ledger.record_plain(traffic, "send", tensor.nbytes, communicator.pp_group.size())
         meter, site = self.policy.meter, f"pipeline stage {communicator.pp_group.rank()}"
-        if not self.ledger.evaluating and meter.due(site, traffic, self.policy.iteration()):
+        if self.policy.measures(site, traffic):
             meter.measure(site, traffic, tensor, codec, bounded=False)
         return payload
 
