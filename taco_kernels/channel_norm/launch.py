@@ -217,8 +217,8 @@ def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
     x = x.contiguous()
     wire = torch.empty(layout.wire_bytes, dtype=torch.uint8, device=x.device)
     found = wire[layout.statistics_at :].view(torch.bfloat16)
+    grid, fixed, constants = _constants("encode", layout, x)  # refuses what kernels cannot count
     inverses = _statistics(x, found, layout.config.outliers)
-    grid, fixed, constants = _constants("encode", layout, x)
     start(encode_kernel, grid, (x, found, inverses, wire), fixed, **constants)
     return wire
 

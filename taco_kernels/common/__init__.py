@@ -32,6 +32,22 @@ def aligned(size: int, alignment: int = ALIGNMENT) -> int:
     return -(-size // alignment) * alignment
 
 
+MOST_COUNTED = 2**31 - 2**15
+"""Kernels count groups, blocks, tiles and rows in 32 bits, up to a tile and a step beyond the last one."""
+
+
+def check_counted(name: str, count: int, advice: str) -> None:
+    """Raise ValueError where a call has more groups, blocks or tiles than its kernel can count.
+
+    Args:
+        name: what is counted, for the message.
+        count: how many the call has, over all rows and chunks.
+        advice: what the caller can change, for the message.
+    """
+    if count >= MOST_COUNTED:
+        raise ValueError(f"{count} {name} in one call, of at most {MOST_COUNTED}; {advice}")
+
+
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ValueError unless the setting's value is one of those allowed."""
     if value not in allowed:

@@ -142,9 +142,18 @@ def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.cons
 
 
 @triton.jit
+def units_left(first, groups, N: tl.constexpr, C: tl.constexpr):
+    """int32: units, N a group, from group ``first`` to the last one, but no more than a tile has.
+
+    The product is of at most R groups. Of all that are left, 2^24 and more of 128 bytes, it would pass 2^31.
+    """
+    return tl.minimum(groups - first, C.R) * N
+
+
+@triton.jit
 def store_plane(plane, value, first, groups, P: tl.constexpr, C: tl.constexpr):
     """Store uint8[R, P] as groups first... of a plane of P bytes a group; nothing beyond the last group."""
-    inside = tl.arange(0, C.R * P) < (groups - first) * P
+    inside = tl.arange(0, C.R * P) < units_left(first, groups, P, C)
     at = unit_pointers(plane, first, P, tl.uint8, C)
     tl.store(at, tl.reshape(value, [C.R * P]), mask=inside)
 
@@ -152,7 +161,7 @@ def store_plane(plane, value, first, groups, P: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def load_plane(plane, first, groups, P: tl.constexpr, C: tl.constexpr):
     """uint8[R, P]: groups first... of a plane of P bytes a group; zeros beyond the last group."""
-    inside = tl.arange(0, C.R * P) < (groups - first) * P
+    inside = tl.arange(0, C.R * P) < units_left(first, groups, P, C)
     at = unit_pointers(plane, first, P, tl.uint8, C)
     return tl.reshape(tl.load(at, mask=inside, other=0), [C.R, P])
 
@@ -311,7 +320,8 @@ def store_words(plane, words, first, groups, P: tl.constexpr, C: tl.constexpr):
     SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
     at = unit_pointers(plane, first, P, words.dtype, C)
-    tl.store(at, tl.reshape(words, [C.R * P // SIZE]), mask=flat < (groups - first) * (P // SIZE))
+    inside = flat < units_left(first, groups, P // SIZE, C)
+    tl.store(at, tl.reshape(words, [C.R * P // SIZE]), mask=inside)
 
 
 @triton.jit
@@ -403,7 +413,8 @@ def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
     at = unit_pointers(plane, first, P, dtype, C)
-    words = tl.load(at, mask=flat < (groups - first) * (P // SIZE), other=0).to(tl.int32)
+    inside = flat < units_left(first, groups, P // SIZE, C)
+    words = tl.load(at, mask=inside, other=0).to(tl.int32)
     return tl.reshape(words, [C.R, C.G // 16, 16 * P // C.G // SIZE])
 
 

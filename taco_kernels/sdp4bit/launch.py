@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.common import addressable, ceil_div, check_tensor
+from taco_kernels.common import addressable, ceil_div, check_counted, check_tensor
 from taco_kernels.common.device import Constants, Device, Tuning, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.hadamard import transform, unshuffle
@@ -249,7 +249,15 @@ def _tiled(
     return tuning, make_tile(format, max(values, least), device.interpret)
 
 
+def _check_blocks(rows: int, numel: int, format: GroupFormat) -> None:
+    """Raise ValueError where kernels, which count blocks in 32 bits, cannot count those of so many values."""
+    blocks = rows * format.groups(numel) * (format.group_size // HADAMARD_POINTS)
+    check_counted("blocks of 32 values", blocks, "use smaller messages")
+
+
 def _new_wires(rows: int, numel: int, format: GroupFormat, device: torch.device) -> torch.Tensor:
+    """Uninitialised wires of ``rows`` rows."""
+    _check_blocks(rows, numel, format)
     return torch.empty(rows, format.wire_bytes(numel), dtype=torch.uint8, device=device)
 
 
@@ -316,6 +324,7 @@ def sum_dequantize(
     check_tensor("out", out, out.dtype, (None, None), contiguous=True)
     (rows, numel), senders = out.shape, wires.shape[0]
     format.check_wires(wires, (senders, rows), numel)
+    _check_blocks(rows, numel, format)
     wires = addressable(wires)
     if out.numel() == 0:
         return out
@@ -349,6 +358,7 @@ def sum_requantize(
         raise ValueError(f"{format} and {target} must both be rotated or both not")
     senders, rows = wires.shape[:2]
     format.check_wires(wires, (senders, rows), numel)
+    _check_blocks(rows, numel, format)
     wires = addressable(wires)
     out = _new_wires(rows, numel, target, wires.device)
     if out.numel() == 0:
@@ -373,6 +383,7 @@ def add_dequantized(
     check_tensor("weights", weights, weights.dtype, (None, None), contiguous=True)
     rows, numel = weights.shape
     format.check_wires(wires, (rows,), numel)
+    _check_blocks(rows, numel, format)
     wires = addressable(wires)
     if weights.numel() == 0:
         return weights

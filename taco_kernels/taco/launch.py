@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.common import addressable, ceil_div, fast_launch
+from taco_kernels.common import addressable, ceil_div, check_counted, fast_launch
 from taco_kernels.common.device import as_tensor, device_number
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
@@ -197,11 +197,8 @@ def rows_of(layout: Layout, group_size: int) -> Rows | None:
 
 
 def check_groups(groups: int) -> None:
-    """Raise ValueError where kernels, which number groups with 32 bits, cannot number so many."""
-    if groups >= 2**31 - 2**15:
-        raise ValueError(
-            f"{groups} groups in one call; use a larger group_size or fewer than 2^31 groups"
-        )
+    """Raise ValueError where kernels, which count groups in 32 bits, cannot count so many."""
+    check_counted("groups", groups, "use a larger group_size or smaller messages")
 
 
 def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:

@@ -39,7 +39,7 @@ def tile_pointers(x, first, rows, FLAGS: tl.constexpr, C: tl.constexpr):
         start = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(
             tl.int64
         ) * stride_inner
-        at = x + (start + (group % run) * C.G)[:, None] + column
+        at = x + (start + (group % run).to(tl.int64) * C.G)[:, None] + column
     else:
         at = x + first.to(tl.int64) * C.G + (tl.arange(0, C.R) * C.G)[:, None] + column
     return at

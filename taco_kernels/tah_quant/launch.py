@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from taco_kernels.common import addressable, ceil_div, check_tensor
+from taco_kernels.common import addressable, ceil_div, check_counted, check_tensor
 from taco_kernels.common.device import Constants, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.hadamard import odd, sylvester, transform
@@ -75,9 +75,12 @@ def tile_pointers(x, row, tiles, per_row, channels, C: tl.constexpr):
     column = tl.arange(0, C.G)[None, :]
     mask = (row < tiles)[:, None]
     if C.PADDED:
-        at = (row % per_row)[:, None] * C.G + column
-        pointers = x + (row // per_row).to(tl.int64)[:, None] * channels + at
-        mask = mask & (at < channels)
+        # a row may have 2^31 values and more, so its tiles begin at 64-bit offsets; what is left of it is cut
+        # to a tile, so that the mask of the values is of 32 bits
+        begin = (row % per_row).to(tl.int64) * C.G
+        left = tl.minimum(channels - begin, C.G).to(tl.int32)
+        pointers = x + ((row // per_row).to(tl.int64) * channels + begin)[:, None] + column
+        mask = mask & (column < left[:, None])
     else:
         pointers = x + row.to(tl.int64)[:, None] * C.G + column
     return pointers, mask
@@ -220,10 +223,7 @@ def _start(
     kernel, layout: TahLayout, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]
 ) -> None:
     """Start a kernel on the tiles of ``layout``."""
-    if layout.tiles >= 2**30:  # kernels number tiles with 32 bits
-        raise ValueError(
-            f"{layout.tiles} tiles in one call; use a larger tile_size or smaller messages"
-        )
+    check_counted("tiles", layout.tiles, "use a larger tile_size or smaller messages")
     device = device_for(tensors[0])
     padded = layout.channels % layout.config.tile_size != 0
     spec = spec_of(layout.config, tensors[0].element_size(), padded, device.interpret)
