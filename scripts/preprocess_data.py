@@ -1,11 +1,15 @@
 #!/usr/bin/env python
-"""Tokenize JSONL text into the indexed dataset that --data-path reads (Megatron-LM's flags and format).
+"""Turn JSONL text into the tokenized dataset that --data-path reads.
 
     python scripts/preprocess_data.py --input my.jsonl --output-prefix data/my --append-eod --workers 8 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
 
-writes data/my_text_document.bin and .idx. Train on it with --data-path data/my_text_document and the same
-tokenizer flags. megatron-core builds the tokenizer and the dataset; --workers does not change them.
+This writes data/my_text_document.bin and data/my_text_document.idx. Train on them with
+--data-path data/my_text_document and the same tokenizer flags. Flags and format are Megatron-LM's.
+
+Each line of the input is one JSON object, such as {"text": "..."}, and becomes one document. Blank lines
+are skipped. A record without text is left out, and their number is printed. A line that cannot be read ends
+the job: the error names the file and the line, and no dataset is left behind.
 """
 
 import argparse
@@ -18,42 +22,87 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.compression.errors import InputError, OneLineParser
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads inside of forked workers
+# Tokenizer libraries must not start threads inside of forked workers, nor warn once a worker.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+LINES_A_TASK = 64
+"""Lines that a worker gets at a time."""
+TASKS_A_WORKER = 8
+"""Tasks that wait for a worker at most: more would fill the memory with lines."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of an input file that is not blank."""
+
+    path: str
+    number: int
+    """Counted from 1."""
+    content: bytes
+
+
+Encoder = Callable[[Line], list[list[int]]]
+"""Turns a line into token ids, one list for each of --json-keys. An empty list is a record without text."""
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """Megatron's preprocessing flags and training's own tokenizer flags."""
+    """Return the arguments: Megatron's preprocessing flags, and the tokenizer flags that training has."""
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.config import TokenizerConfig
 
-    form = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(allow_abbrev=False, description=__doc__, formatter_class=form)
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, help="JSONL files or patterns, one JSON object a line")
-    add("--json-keys", nargs="+", default=["text"], help="keys to tokenize, one dataset each")
-    add("--output-prefix", required=True, help="writes PREFIX_KEY_document.{bin,idx}")
-    add(
+    parser = OneLineParser(
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="JSONL files, one JSON object a line; a pattern such as 'data/*.jsonl' works too",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys whose text is tokenized; each key gets a dataset (default: text)",
+    )
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        help="where to write: PREFIX_KEY_document.bin and PREFIX_KEY_document.idx",
+    )
+    parser.add_argument(
         "--append-eod",
         action="store_true",
-        help="end every document with the end-of-document token",
+        help="end every document with the tokenizer's end-of-document token (wanted for pretraining)",
     )
-    add("--workers", type=int, default=os.cpu_count(), help="processes (default: all cores)")
-    no_effect = ["padded_vocab_size", "pad_vocab_size", "vocab_extra_ids"]  # of a model's embedding
-    ArgumentGroupFactory(TokenizerConfig, exclude=no_effect).build_group(parser, "tokenizer")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="processes that tokenize; the result does not depend on it (default: all cores)",
+    )
+    # These describe the embedding of a model. A dataset has none.
+    without_effect = ["padded_vocab_size", "pad_vocab_size", "vocab_extra_ids"]
+    tokenizer_flags = ArgumentGroupFactory(TokenizerConfig, exclude=without_effect)
+    tokenizer_flags.build_group(parser, "tokenizer")
     return parser.parse_args(argv)
 
 
-def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
-    """What turns (path, number, bytes) of a line into token ids by key; and the vocabulary's size.
+def build_encoder(args: Namespace) -> tuple[Encoder, int]:
+    """Return a function that tokenizes a line, and the tokenizer's vocabulary size.
 
-    Raises: InputError: the tokenizer cannot be built.
+    Raises:
+        InputError: the tokenizer cannot be built.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -61,103 +110,233 @@ def encoder(args: Namespace) -> tuple[Callable[[tuple], list[list[int]]], int]:
 
     gaps.build_gpt2_from_its_files()
     args.pad_vocab_size = False  # a dataset has no padded vocabulary
+    end_of_document = []
     try:
         tokenizer = build_tokenizer(args)
-        size, eod = tokenizer.vocab_size, [tokenizer.eod] if args.append_eod else []
+        size = tokenizer.vocab_size
+        if args.append_eod:
+            end_of_document = [tokenizer.eod]
     except Exception as error:  # each tokenizer library raises its own types
-        what = f"--tokenizer-type {args.tokenizer_type}: the tokenizer cannot be built"
         raise InputError(
-            f"{what} ({type(error).__name__}: {error}); check its flags and files"
+            f"--tokenizer-type {args.tokenizer_type}: the tokenizer cannot be built "
+            f"({type(error).__name__}: {error}); check its flags and files"
         ) from error
 
-    def encode(line: tuple[str, int, bytes]) -> list[list[int]]:
-        try:
-            record = json.loads(line[2].decode("utf-8-sig"))
-            found = [
-                tokenizer.tokenize(record[key]) if record[key] else [] for key in args.json_keys
-            ]
-            if any(not 0 <= i < size for ids in found for i in ids):
-                raise ValueError(f"a token is not below the vocabulary's size {size}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"--input {line[0]} line {line[1]}: {type(error).__name__}: {error}; give JSON objects with "
-                f"text under {' and '.join(args.json_keys)} (--json-keys) that the tokenizer knows"
-            ) from None
-        return [[*ids, *eod] if ids else [] for ids in found]
+    def encode(line: Line) -> list[list[int]]:
+        documents = []
+        for text in read_texts(line, args.json_keys):
+            ids = []
+            if text:
+                try:
+                    ids = tokenizer.tokenize(text)
+                except Exception as error:
+                    raise InputError(
+                        f"--input {line.path} line {line.number}: the tokenizer cannot read this text "
+                        f"({type(error).__name__}: {error}); correct the line or the tokenizer flags"
+                    ) from None
+            if ids and not 0 <= min(ids) <= max(ids) < size:
+                raise InputError(
+                    f"--input {line.path} line {line.number}: the tokenizer made a token outside of its "
+                    f"vocabulary of {size}; check that its flags fit its files"
+                )
+            documents.append([*ids, *end_of_document] if ids else [])
+        return documents
 
     return encode, size
 
 
-def lines_of(patterns: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
-    """(path, number, bytes) of all lines that are not blank; numbers count from 1, patterns are sorted."""
+def read_texts(line: Line, keys: Sequence[str]) -> list[str]:
+    """Return the text under each key of a line's JSON object; "" where it is empty or null.
+
+    Raises:
+        InputError: the line is not such an object; the message names its file and number, and the fix.
+    """
+    location = f"--input {line.path} line {line.number}"
+    try:
+        record = json.loads(line.content.decode("utf-8-sig").strip())
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{location}: not UTF-8 ({error.reason} at byte {error.start}); convert the file, "
+            "for example with iconv -t UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{location}: not JSON ({error.msg.removesuffix(' at')}, column {error.colno}); give one JSON "
+            "object a line"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 1,000 deep
+        raise InputError(f"{location}: JSON that Python cannot read ({error})") from None
+    if not isinstance(record, dict):
+        raise InputError(
+            f"{location}: a JSON {type(record).__name__}, not an object; give lines such as "
+            f'{{"{keys[0]}": "..."}}'
+        )
+    texts = []
+    for key in keys:
+        if key not in record:
+            names = ", ".join(repr(name) for name in record) or "none"
+            raise InputError(
+                f"{location}: no key {key!r}; its keys are: {names}. Name the right one with --json-keys"
+            )
+        text = record[key]
+        if text is None:
+            text = ""
+        if not isinstance(text, str):
+            raise InputError(
+                f"{location}: {key!r} holds {json.dumps(text)[:40]}, which is not text; put it in quotes, or "
+                "name another key with --json-keys"
+            )
+        texts.append(text)
+    return texts
+
+
+def read_lines(patterns: Sequence[str]) -> Iterator[Line]:
+    """Yield the lines that are not blank: patterns as they were typed, the files of one sorted.
+
+    Raises:
+        InputError: a pattern that fits no file.
+    """
     for pattern in patterns:
         paths = sorted(glob.glob(pattern))
         if not paths:
             raise InputError(f"--input {pattern}: no such file; give JSONL files or patterns")
         for path in paths:
             with open(path, "rb") as stream:
-                yield from (
-                    (path, number, line) for number, line in enumerate(stream, 1) if line.strip()
-                )
+                for number, content in enumerate(stream, 1):
+                    if content.strip():
+                        yield Line(path, number, content)
 
 
-def _work(lines: Sequence[tuple]) -> list[list[list[int]]]:
-    return [_work.encode(line) for line in lines]  # a worker has it by the fork
+_encode: Encoder
+"""Set before the workers are forked. They inherit it: a tokenizer need not be picklable."""
 
 
-def documents_of(
-    encode: Callable, lines: Iterator[tuple], workers: int
-) -> Iterator[list[list[int]]]:
-    """The token ids of each line, in order. Raises: InputError: of a line; a worker was killed."""
+def _encode_task(lines: Sequence[Line]) -> list[list[list[int]]]:
+    """Run in a worker: the token ids of some lines."""
+    return [_encode(line) for line in lines]
+
+
+def encode_all(encode: Encoder, lines: Iterator[Line], workers: int) -> Iterator[list[list[int]]]:
+    """Yield the token ids of each line, in the order of the lines.
+
+    Args:
+        encode: tokenizes one line.
+        lines: the input.
+        workers: processes; with fewer than 2 this process does the work.
+
+    Raises:
+        InputError: a line cannot be read, or a worker was killed.
+    """
+    global _encode
     if workers < 2:
         yield from map(encode, lines)
         return
-    _work.encode = encode
+    _encode = encode
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         try:
-            for batches in batched(batched(lines, 64), 8 * workers):
-                for documents in pool.map(_work, batches):
+            # map() reads all that it is given before it yields, so it is given a few tasks at a time.
+            for tasks in batched(batched(lines, LINES_A_TASK), TASKS_A_WORKER * workers):
+                for documents in pool.map(_encode_task, tasks):
                     yield from documents
         except BrokenProcessPool as error:
             raise InputError(
-                f"--workers {workers}: one was killed, for memory perhaps; use fewer"
+                f"--workers {workers}: a worker was killed, probably because memory ran out; use fewer"
             ) from error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 2 for bad input, which is one line."""
-    try:
-        write(parse(argv))
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+class DatasetWriter:
+    """Writes the dataset of one key. It gets its name in ``finish``; until then there is none.
+
+    Args:
+        prefix: path of the dataset without .bin and .idx. What an earlier job wrote there is removed.
+        dtype: numpy type of a token.
+    """
+
+    def __init__(self, prefix: Path, dtype: Any) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+        self.prefix = prefix
+        self.documents = 0
+        self.tokens = 0
+        self.empty = 0
+        """Records whose text was empty."""
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._remove()
+        self._builder = IndexedDatasetBuilder(f"{prefix}.bin.part", dtype=dtype)
+
+    def add(self, ids: list[int]) -> None:
+        """Append a document; an empty one is counted and left out."""
+        if not ids:
+            self.empty += 1
+            return
+        self._builder.add_document(ids, [len(ids)])
+        self.documents += 1
+        self.tokens += len(ids)
+
+    def finish(self) -> None:
+        """Give the files their names, and print what they hold."""
+        self._builder.finalize(f"{self.prefix}.idx.part")
+        # The index comes last: who finds it may read the whole dataset.
+        os.replace(f"{self.prefix}.bin.part", f"{self.prefix}.bin")
+        os.replace(f"{self.prefix}.idx.part", f"{self.prefix}.idx")
+        line = f"{self.prefix}: {self.documents} documents, {self.tokens} tokens"
+        if self.empty:
+            line += f"; {self.empty} records without text were left out"
+        print(line, flush=True)
+
+    def discard(self) -> None:
+        """Remove everything that was written."""
+        self._builder.data_file.close()
+        self._remove()
+
+    def _remove(self) -> None:
+        for suffix in (".idx", ".bin", ".idx.part", ".bin.part"):
+            Path(f"{self.prefix}{suffix}").unlink(missing_ok=True)
 
 
 def write(args: Namespace) -> None:
-    """Write a dataset for each key. An index appears when its dataset is whole."""
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    """Write a dataset for each key: all of them, or none where something fails.
 
-    encode, size = encoder(args)
-    builders, counts = {}, {}
-    for key in args.json_keys:
-        prefix = Path(f"{args.output_prefix}_{key}_document")
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{prefix}.idx").unlink(missing_ok=True)
-        builders[prefix] = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(size))
-        counts[prefix] = [0, 0]
-    for found in documents_of(encode, lines_of(args.input), args.workers):
-        for prefix, ids in zip(builders, found, strict=True):
-            if ids:
-                builders[prefix].add_document(ids, [len(ids)])
-                counts[prefix] = [counts[prefix][0] + 1, counts[prefix][1] + len(ids)]
-    for prefix, (documents, tokens) in counts.items():
-        if not documents:
-            raise InputError(
-                f"--input {' '.join(args.input)}: no text for {prefix}; see --json-keys"
-            )
-        builders[prefix].finalize(f"{prefix}.idx")
-        print(f"{prefix}: {documents} documents, {tokens} tokens", flush=True)
+    Raises:
+        InputError: the tokenizer, a file or a line cannot be used, or a key has no text at all.
+    """
+    from megatron.core.datasets.indexed_dataset import DType
+
+    encode, vocabulary_size = build_encoder(args)
+    dtype = DType.optimal_dtype(vocabulary_size)
+    writers = []
+    try:
+        for key in args.json_keys:
+            writers.append(DatasetWriter(Path(f"{args.output_prefix}_{key}_document"), dtype))
+        for documents in encode_all(encode, read_lines(args.input), args.workers):
+            for writer, ids in zip(writers, documents, strict=True):
+                writer.add(ids)
+        for key, writer in zip(args.json_keys, writers, strict=True):
+            if not writer.documents:
+                raise InputError(
+                    f"--input {' '.join(args.input)}: no text under the key {key!r} "
+                    f"({writer.empty} records without text); name another key with --json-keys"
+                )
+    except BaseException:  # Ctrl-C too
+        for writer in writers:
+            writer.discard()
+        raise
+    for writer in writers:
+        writer.finish()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 2 for bad input, after one line that says what is wrong."""
+    try:
+        write(parse(argv))
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        path = error.filename or "--output-prefix"
+        print(f"error: {path}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -56,31 +56,114 @@ def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def test_runs_that_start_together_make_it_once(tmp_path: Path, monkeypatch) -> None:
+class Steps:
+    """Stands for the three steps of ``_corpus.prepare``: notes which ran, and writes small files."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ran: list[str] = []
+        monkeypatch.setattr(_corpus, "write_corpus", self.write_corpus)
+        monkeypatch.setattr(_corpus, "write_tokenizer", self.write_tokenizer)
+        monkeypatch.setattr(_corpus, "write_dataset", self.write_dataset)
+
+    def write_corpus(self, directory: Path, source: str, max_mb: float) -> None:
+        self.ran.append("corpus")
+        time.sleep(0.05)  # long enough for another run to come in
+        for name in _corpus.TEXTS:
+            (directory / name).write_text(f"{name} {source} {max_mb}")
+
+    def write_tokenizer(self, path: Path, text: Path, vocabulary: int) -> None:
+        self.ran.append("tokenizer")
+        path.write_text(f"{vocabulary} of {text.read_text()}")
+
+    def write_dataset(self, directory: Path, split: str) -> None:
+        self.ran.append(split)
+        tokenizer = (directory / _corpus.TOKENIZER).read_text()
+        for suffix in ("bin", "idx"):
+            (directory / f"{split}_text_document.{suffix}").write_text(f"{split} {tokenizer}")
+
+
+ALL_STEPS = ["corpus", "tokenizer", "train", "valid", "test"]
+
+
+def test_runs_that_start_together_make_a_corpus_once(tmp_path: Path, monkeypatch) -> None:
     """The second one waits until the first one's files are whole."""
-    made = []
-
-    def slowly(name: str, *files: str) -> None:
-        made.append(name)
-        time.sleep(0.05)
-        for file in files:
-            (tmp_path / file).touch()
-
-    monkeypatch.setattr(_corpus, "write_corpus", lambda *_: slowly("corpus", "train.jsonl"))
-    monkeypatch.setattr(
-        _corpus, "write_tokenizer", lambda *_: slowly("tokenizer", "tokenizer.model")
-    )
-    index = "_text_document.idx"
-    monkeypatch.setattr(
-        _corpus.subprocess, "run", lambda w, check: slowly("index", Path(w[6]).name + index)
-    )
+    steps = Steps(monkeypatch)
     with ThreadPoolExecutor() as pool:
-        list(
-            pool.map(
-                lambda _: _corpus.prepare(tmp_path, "stdlib", 1, 512, ("train", "valid")), range(2)
-            )
-        )
-    assert made == ["corpus", "tokenizer", "index", "index"]
+        runs = [pool.submit(_corpus.prepare, tmp_path, "stdlib", 1, 512) for _ in range(2)]
+        paths = [run.result() for run in runs]
+    assert steps.ran == ALL_STEPS
+    assert paths[0] == paths[1]
+
+
+@pytest.mark.parametrize(
+    "changed", [("site-packages", 1, 512), ("stdlib", 2, 512), ("stdlib", 1, 1024)]
+)
+def test_another_source_size_or_vocabulary_is_made_anew(
+    tmp_path: Path, monkeypatch, capsys, changed
+) -> None:
+    """A folder that was made for something else is not used as if it were what is asked for."""
+    steps = Steps(monkeypatch)
+    _corpus.prepare(tmp_path, "stdlib", 1, 512)
+    steps.ran.clear()
+    paths = _corpus.prepare(tmp_path, *changed)
+    assert steps.ran == ALL_STEPS
+    assert (
+        f"{changed[2]} of train.jsonl {changed[0]} {changed[1]}"
+        in Path(paths["tokenizer"]).read_text()
+    )
+    earlier = "held 1 MB of stdlib with 512 tokens; it now gets"
+    assert earlier in capsys.readouterr().out
+    steps.ran.clear()
+    _corpus.prepare(tmp_path, *changed)
+    assert steps.ran == [], "the second run of the same finds everything"
+
+
+@pytest.mark.parametrize(
+    ("damaged", "made_again"),
+    [
+        ("train.jsonl", ALL_STEPS),
+        ("tokenizer.model", ALL_STEPS[1:]),
+        ("valid_text_document.bin", ["valid"]),
+    ],
+)
+def test_half_a_file_is_made_again(tmp_path: Path, monkeypatch, damaged, made_again) -> None:
+    """A cut file is noticed, and what was made of it is made again as well."""
+    steps = Steps(monkeypatch)
+    _corpus.prepare(tmp_path, "stdlib", 1, 512)
+    content = (tmp_path / damaged).read_text()
+    (tmp_path / damaged).write_text(content[: len(content) // 2])
+    steps.ran.clear()
+    _corpus.prepare(tmp_path, "stdlib", 1, 512)
+    assert steps.ran == made_again
+    assert (tmp_path / damaged).read_text() == content
+
+
+@pytest.mark.parametrize("manifest", [None, "", "[]", '{"request": 3}'])
+def test_files_without_a_manifest_are_not_trusted(
+    tmp_path: Path, monkeypatch, capsys, manifest
+) -> None:
+    """A run that was killed while it wrote the text leaves a part of it, and no manifest that names it."""
+    steps = Steps(monkeypatch)
+    (tmp_path / "train.jsonl").write_text("half")
+    if manifest is not None:
+        (tmp_path / _corpus.MANIFEST).write_text(manifest)
+    _corpus.prepare(tmp_path, "stdlib", 1, 512)
+    assert steps.ran == ALL_STEPS
+    assert (tmp_path / "train.jsonl").read_text() == "train.jsonl stdlib 1"
+    assert "is unfinished; it is made anew" in capsys.readouterr().out
+
+
+def test_a_killed_write_leaves_the_earlier_file(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "train.jsonl"
+    _corpus.write_whole(path, b"whole")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_corpus.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _corpus.write_whole(path, b"other")
+    assert path.read_bytes() == b"whole"
 
 
 def test_a_corpus_holds_real_sources_once_within_its_size(corpus, tmp_path):
@@ -133,55 +216,81 @@ def test_documents_keep_their_order(tmp_path, workers):
     assert read_back(tmp_path / "out_text_document") == [[*document, EOD] for document in documents]
 
 
-def test_each_key_gets_its_dataset_without_empty_texts(tmp_path):
+def test_each_key_gets_its_dataset_without_empty_texts(tmp_path, capsys):
+    """A byte-order mark, Windows line ends and blank lines are read over; empty texts are counted."""
     data = tmp_path / "a.jsonl"
-    data.write_bytes(
-        b'\xef\xbb\xbf{"title": "7", "body": "1 2"}\r\n  \n{"title": "8", "body": "", "x": 3}'
-    )
-    flags = [
-        "--input",
-        data,
-        "--json-keys",
-        "title",
-        "body",
-        "--output-prefix",
-        tmp_path / "deep" / "out",
+    lines = [
+        b'\xef\xbb\xbf{"title": "7", "body": "1 2"}\r\n',
+        b"  \n",
+        b'{"title": "8", "body": "", "x": 3}\n',
+        b'{"title": "9", "body": null}',
     ]
+    data.write_bytes(b"".join(lines))
+    prefix = tmp_path / "deep" / "out"
+    flags = ["--input", data, "--json-keys", "title", "body", "--output-prefix", prefix]
     assert preprocess(*flags, *NULL) == 0
-    assert read_back(tmp_path / "deep" / "out_title_document") == [[7], [8]]
+    assert read_back(tmp_path / "deep" / "out_title_document") == [[7], [8], [9]]
     assert read_back(tmp_path / "deep" / "out_body_document") == [[1, 2]]
+    shown = capsys.readouterr().out
+    assert f"{prefix}_title_document: 3 documents, 3 tokens\n" in shown
+    body = f"{prefix}_body_document: 1 documents, 2 tokens; 2 records without text were left out"
+    assert body in shown
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": "1', "JSONDecodeError"),
-        (
-            b'{"body": "1", "id": 3}',
-            "KeyError: 'text'; give JSON objects with text under text (--json-keys)",
-        ),
-        (b'{"text": "\xff"}', "UnicodeDecodeError"),
-        (b'{"text": "1000"}', "a token is not below the vocabulary's size 1000"),
-    ],
-)
+BAD_LINES = {
+    "cut": (b'{"text": "1', "not JSON (Unterminated string starting, column 10); give one"),
+    "another key": (
+        b'{"body": "1", "id": 3}',
+        "no key 'text'; its keys are: 'body', 'id'. Name the right one with --json-keys",
+    ),
+    "Latin-1": (b'{"text": "\xff"}', "not UTF-8 (invalid start byte at byte 10); convert the file"),
+    "a list": (b'["1"]', 'a JSON list, not an object; give lines such as {"text": "..."}'),
+    "a number": (b'{"text": 5}', "'text' holds 5, which is not text; put it in quotes"),
+    "deep": (b"[" * 100_000, "JSON that Python cannot read"),
+    "a long number": (b'{"text": ' + b"9" * 5000 + b"}", "JSON that Python cannot read"),
+    "no token": (b'{"text": "x"}', "the tokenizer cannot read this text (ValueError"),
+    "no such token": (b'{"text": "1000"}', "a token outside of its vocabulary of 1000"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_line_is_named_and_leaves_no_dataset(tmp_path, capsys, line, message, workers):
-    """Nor does an earlier one stay as if it were this run's."""
+def test_a_bad_line_is_named_and_leaves_nothing_behind(tmp_path, capsys, bad, workers):
+    """Neither a part of the new dataset nor an earlier one, which would pass for it."""
+    line, message = BAD_LINES[bad]
     data = write_jsonl(tmp_path / "a.jsonl", [{"text": "1 2"}])
     flags = ["--input", data, "--output-prefix", tmp_path / "out", "--workers", workers]
     assert preprocess(*flags, *NULL) == 0
     data.write_bytes(b'{"text": "1 2"}\n\n' + line + b'\n{"text": "3"}\n')
     assert preprocess(*flags, *NULL) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --input {data} line 3: ") and error.count("\n") == 1
-    assert message in error and not (tmp_path / "out_text_document.idx").exists()
+    assert error.startswith(f"error: --input {data} line 3: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert list(tmp_path.iterdir()) == [data]
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path, monkeypatch):
+    data = write_jsonl(tmp_path / "a.jsonl", [{"text": "1 2"}])
+
+    def interrupted(*_: object):
+        yield [[1, 2]]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preprocess_data, "encode_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess("--input", data, "--output-prefix", tmp_path / "out", *NULL)
+    assert list(tmp_path.iterdir()) == [data]
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--input", "absent.jsonl"], "--input absent.jsonl: no such file"),
-        (["--input", "DIR/blank.jsonl"], "no text for DIR/out_text_document; see --json-keys"),
+        (
+            ["--input", "DIR/blank.jsonl"],
+            "no text under the key 'text' (1 records without text); name another key",
+        ),
         (
             ["--tokenizer-type", "SentencePieceTokenizer"],
             "SentencePieceTokenizer: the tokenizer cannot be",
@@ -190,6 +299,8 @@ def test_a_bad_line_is_named_and_leaves_no_dataset(tmp_path, capsys, line, messa
             ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "DIR/blank.jsonl"],
             "cannot be built",
         ),
+        (["--input", "DIR"], "DIR: Is a directory"),
+        (["--output-prefix", "DIR/good.jsonl/out"], "DIR/good.jsonl: File exists"),
     ],
 )
 def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
@@ -205,5 +316,6 @@ def test_a_killed_worker_is_reported():
     def encode(line):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(InputError, match="--workers 2: one was killed"):
-        list(preprocess_data.documents_of(encode, iter([("a", 1, b"")] * 8), 2))
+    lines = [preprocess_data.Line("a", 1, b"")] * 8
+    with pytest.raises(InputError, match="--workers 2: a worker was killed"):
+        list(preprocess_data.encode_all(encode, iter(lines), 2))
