@@ -1,13 +1,13 @@
-"""Training of a small transformer under PyTorch's FSDP2, with compressed weights and gradients.
+"""Train a small transformer under PyTorch's FSDP2, with compressed weights and gradients.
 
-torchrun --nproc-per-node 2 examples/fsdp2.py --gather lossless --reduce int8 --steps 20
+    torchrun --nproc-per-node 2 examples/fsdp2.py --gather lossless --reduce int8 --steps 20
 
-Two lines are ours: ``attach`` after ``fully_shard``, and ``summary``. Without a GPU the ranks are processes.
+One line compresses: ``attach`` after ``fully_shard``. ``summary`` says what was sent. The checkpoint has
+``compression`` in it for ``--reduce tagc``, which leaves gradients over for later steps. Without a GPU the ranks are CPU processes.
 """
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -20,38 +20,44 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from megatron.compression.errors import one_line_errors
-from megatron.compression.fsdp2 import attach
-
-SIZES = {"--layers": 2, "--hidden": 128, "--vocabulary": 256, "--sequence": 64, "--samples": 4}
+from megatron.compression.errors import InputError, one_line_errors
+from megatron.compression.fsdp2 import Fsdp2Compression, attach
 
 
 class Block(nn.Module):
-    """A transformer layer."""
+    """A transformer layer: attention, then an MLP."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(hidden), nn.LayerNorm(hidden)])
-        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
         self.mlp = nn.Sequential(
             nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[samples, sequence, hidden]`` to the same."""
-        q, k, v = (
-            self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        )
+        """Map ``[samples, sequence, hidden]`` to the same shape."""
+        samples, sequence, hidden = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(samples, sequence, 3, self.heads, -1)
+        # Each of the three is [samples, heads, sequence, hidden / heads].
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).reshape(x.shape))
+        x = x + self.proj(attended.transpose(1, 2).reshape(samples, sequence, hidden))
         return x + self.mlp(self.norms[1](x))
 
 
 class Transformer(nn.Module):
-    """Predicts the next token."""
+    """Predicts the next token.
+
+    Args:
+        layers: number of blocks.
+        hidden: width of the model.
+        heads: attention heads of a block.
+        vocabulary: number of tokens.
+        sequence: longest sequence.
+    """
 
     def __init__(
         self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int
@@ -60,81 +66,162 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(vocabulary, hidden)
         self.position_embedding = nn.Embedding(sequence, hidden)
         self.blocks = nn.ModuleList([Block(hidden, heads) for _ in range(layers)])
-        self.norm, self.output_layer = (
-            nn.LayerNorm(hidden),
-            nn.Linear(hidden, vocabulary, bias=False),
-        )
+        self.norm = nn.LayerNorm(hidden)
+        self.output_layer = nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean loss of tokens ``[samples, sequence + 1]``."""
-        x = self.embedding(tokens[:, :-1]) + self.position_embedding.weight[: tokens.shape[1] - 1]
+        """Return the mean loss of tokens ``[samples, sequence + 1]``: each is predicted from those before."""
+        inputs = tokens[:, :-1]
+        labels = tokens[:, 1:]
+        x = self.embedding(inputs) + self.position_embedding.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(
-            self.output_layer(self.norm(x)).flatten(0, 1).float(), tokens[:, 1:].flatten()
-        )
+        logits = self.output_layer(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--gather", default="lossless", help="codec of the weights; none: uncompressed")
+    add("--reduce", default="int8", help="codec of the gradients, or tagc; none: uncompressed")
+    add("--layers", type=int, default=2)
+    add("--hidden", type=int, default=128, help="width of the model")
+    add("--vocabulary", type=int, default=256)
+    add("--sequence", type=int, default=64, help="tokens in a sequence")
+    add("--samples", type=int, default=4, help="sequences of a rank in a step")
+    add("--seed", type=int, default=1)
+    add("--steps", type=int, default=20)
+    add("--checkpoint", type=Path, help="folder to resume from, if it has one, and save to")
+    return parser.parse_args()
+
+
+def batch(step: int, options: argparse.Namespace) -> torch.Tensor:
+    """Return this rank's tokens of a step, [samples, sequence + 1].
+
+    Each token is the one before it plus 3, modulo the vocabulary. So there is something to learn.
+    """
+    seed = step * dist.get_world_size() + dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    first_tokens = torch.randint(options.vocabulary, (options.samples, 1), generator=generator)
+    return (first_tokens + 3 * torch.arange(options.sequence + 1)) % options.vocabulary
+
+
+def checkpoint_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: Fsdp2Compression,
+    steps_done: torch.Tensor,
+) -> dict:
+    """Return what a checkpoint holds, in the form that torch.distributed.checkpoint reads and writes.
+
+    Args:
+        model: the model under FSDP2.
+        optimizer: its optimizer.
+        compression: what ``attach`` has returned. It adds nothing to a checkpoint, except under tagc:
+            the gradients that a rank has left over.
+        steps_done: number of steps, a tensor without dimensions; loading overwrites it.
+    """
+    weights, moments = get_state_dict(model, optimizer)
+    return {
+        "model": weights,
+        "optimizer": moments,
+        "done": steps_done,
+        "compression": compression,
+    }
+
+
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compression: Fsdp2Compression,
+    steps_done: torch.Tensor,
+) -> None:
+    """Load what ``checkpoint_state`` describes.
+
+    Weights and optimizer are resharded where the number of ranks has changed. What tagc has left over
+    belongs to a rank, so it needs as many ranks as before.
+
+    Args:
+        folder: the checkpoint.
+        model, optimizer, compression, steps_done: what is loaded, as in ``checkpoint_state``.
+
+    Raises:
+        InputError: another number of ranks has saved leftover gradients.
+    """
+    state = checkpoint_state(model, optimizer, compression, steps_done)
+    if compression.state_dict():  # this run keeps leftover gradients
+        # Their names in a checkpoint are compression.rank0.0.memory and so on.
+        names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        saved_ranks = {name.split(".")[1] for name in names if name.startswith("compression.rank")}
+        if not saved_ranks:
+            del state["compression"]  # saved with another --reduce: nothing is left over
+        elif len(saved_ranks) != dist.get_world_size():
+            raise InputError(
+                f"--checkpoint {folder}: {len(saved_ranks)} ranks have saved what --reduce left over, "
+                f"and this run has {dist.get_world_size()}; start {len(saved_ranks)} ranks, or drop it "
+                "with a --reduce that keeps nothing, such as int8"
+            )
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    compression.iteration = int(steps_done)
 
 
 def main() -> None:
     """Train, and print each step's loss and time, and what has been sent."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--gather", default="lossless", help="codec of the weights; none: uncompressed"
-    )
-    parser.add_argument(
-        "--reduce", default="int8", help="of the gradients, or tagc; none: uncompressed"
-    )
-    for name, size in {**SIZES, "--seed": 1, "--steps": 20}.items():
-        parser.add_argument(name, type=int, default=size)
-    parser.add_argument(
-        "--checkpoint", type=Path, help="folder to resume from, if it has one, and save to"
-    )
-    options = parser.parse_args()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
+    options = parse()
+    if torch.cuda.is_available():
+        device = "cuda"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        dist.init_process_group("nccl")
+    else:
+        device = "cpu"
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+
     torch.manual_seed(options.seed)
     heads = max(4, options.hidden // 128)
     model = Transformer(
         options.layers, options.hidden, heads, options.vocabulary, options.sequence
-    ).to(kind)
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    ).to(device)
+    # Blocks first, then the whole model: a block's weights are gathered when the block runs.
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # From here on FSDP2's all-gathers and reduce-scatters are compressed.
     compression = attach(model, options.gather, options.reduce)
-    optimizer, done = (
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        torch.zeros((), dtype=torch.int64),
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def state() -> dict:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments, "done": done, "compression": compression}
-
+    steps_done = torch.zeros((), dtype=torch.int64)
     if options.checkpoint is not None and (options.checkpoint / ".metadata").exists():
-        saved = state()
-        dcp.load(saved, checkpoint_id=options.checkpoint)
-        parts = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
-        set_state_dict(model, optimizer, **parts)
-        compression.iteration = int(done)
-    for step in range(int(done), int(done) + options.steps):
+        load_checkpoint(options.checkpoint, model, optimizer, compression, steps_done)
+
+    first_step = int(steps_done)
+    for step in range(first_step, first_step + options.steps):
         start = time.perf_counter()
-        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
-        first = torch.randint(options.vocabulary, (options.samples, 1), generator=generator)
-        tokens = (
-            first + 3 * torch.arange(options.sequence + 1)
-        ) % options.vocabulary  # each by the last
-        loss = model(tokens.to(kind))
+        loss = model(batch(step, options).to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        ms = f"{loss.item():.4f}, {1e3 * (time.perf_counter() - start):.0f} ms"
+        loss = loss.item()  # waits for the GPU, so the time below is the whole step's
+        milliseconds = 1e3 * (time.perf_counter() - start)
         if dist.get_rank() == 0:
-            print(f"step {step + 1}: loss {ms}; {compression.summary()}", flush=True)
-        done += 1
+            print(
+                f"step {step + 1}: loss {loss:.4f}, {milliseconds:.0f} ms; {compression.summary()}",
+                flush=True,
+            )
+        steps_done += 1
     if options.checkpoint is not None:
-        dcp.save(state(), checkpoint_id=options.checkpoint)
+        state = checkpoint_state(model, optimizer, compression, steps_done)
+        dcp.save(state, checkpoint_id=options.checkpoint)
     dist.destroy_process_group()
 
 

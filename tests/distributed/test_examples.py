@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import NONE_SKIPPED, REPO, START_FAST, UNKNOWN, free_port, launched
+from tests.distributed.launch import (
+    NONE_SKIPPED,
+    REPO,
+    START_FAST,
+    UNKNOWN,
+    free_port,
+    launched,
+    start,
+)
 from tests.distributed.real_text import make_dataset
 from tests.distributed.spawn import spawn
 
@@ -329,3 +337,26 @@ def test_gpt3_trains_on_real_text(tmp_path):
         rf"validation loss at iteration {ITERATIONS} \| lm loss value: (\S+)", run.output
     )
     assert max(losses[ITERATIONS], float(validation[1])) < losses[1] - 0.1
+
+
+def train_fsdp2(ranks: int, folder: Path, reduce: str):
+    """Two steps of examples/fsdp2.py, from the checkpoint in a folder if there is one, saved there."""
+    words = ("--steps", "2", "--checkpoint", str(folder), "--reduce", reduce)
+    return start("examples/fsdp2.py", *words, processes=ranks).finish(120)
+
+
+def test_leftover_gradients_need_as_many_ranks_as_saved_them(tmp_path):
+    """Each rank has its own; a resume on another number of ranks is refused in one line, with the fix."""
+    saved = train_fsdp2(2, tmp_path, "tagc:layers=all")
+    assert saved.returncode == 0, saved.output[-3000:]
+    refused = train_fsdp2(1, tmp_path, "tagc:layers=all")
+    assert refused.returncode == 2
+    assert refused.errors == [
+        f"error: --checkpoint {tmp_path}: 2 ranks have saved what --reduce left over, and this run has 1; "
+        "start 2 ranks, or drop it with a --reduce that keeps nothing, such as int8"
+    ]
+    assert "Traceback" not in refused.output
+    dropped = train_fsdp2(1, tmp_path, "int8")
+    assert dropped.returncode == 0 and "step 4: loss" in dropped.output, dropped.output[-3000:]
+    begun = train_fsdp2(1, tmp_path, "tagc:layers=all")
+    assert begun.returncode == 0 and "step 6: loss" in begun.output, begun.output[-3000:]
