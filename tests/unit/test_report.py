@@ -150,8 +150,8 @@ def _two_runs(tmp_path):
     for name, factor, milliseconds in (("baseline", 2.0, 30.0), ("run", 1.0, 20.0)):
         report = _report()
         report["settings"] = {
-            "seed": 1,
-            "tensor_parallel": {"codec": "none" if factor > 1 else "int6"},
+            "compression": {"tensor_parallel": {"compression": "none" if factor > 1 else "int6"}},
+            "megatron": {"seed": 1, "seq_length": 512 if factor > 1 else 1024},
         }
         report["memory_by_rank"] = [{"resident": 100e6 * factor}]
         for row in report["history"]:
@@ -168,35 +168,114 @@ def _two_runs(tmp_path):
     return tmp_path / "baseline", tmp_path / "run"
 
 
-def test_two_reports_are_compared_by_a_command(tmp_path, capsys) -> None:
-    """Time, bytes, losses at the last iteration that both have, memory, and what was set otherwise, on the
-    screen; written with both curves where asked; one line for what is no report."""
+ROWS_OF_TWO_RUNS = (
+    "| time of an iteration (ms) | 30.0 | 20.0 | 1.50x as fast |",
+    "| bytes sent, tensor parallel (MB) | 2.000 | 1.000 | 2.000x fewer |",
+    "| training loss, iteration 2 | 4.0000 | 4.0400 | +1.00% |",
+    "| validation loss, iteration 2 | 4.5000 | 4.5400 | +0.89% |",
+    "| test loss, iteration 2 | 4.7000 | 4.7400 | +0.85% |",
+    "| peak memory of the process (MB) | 200 | 100 | -50.00% |",
+)
+
+
+@pytest.mark.parametrize("row", ROWS_OF_TWO_RUNS, ids=lambda row: row.split("|")[1].strip())
+def test_the_command_prints_a_comparison(row: str, tmp_path, capsys) -> None:
+    """Losses are those of the last iteration that both runs have."""
+    baseline, run = _two_runs(tmp_path)
+    assert main([str(baseline), str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert row in printed
+    assert f"| {baseline} | {run} | change |" in printed.splitlines()[0]
+
+
+def test_the_command_says_which_time_it_compares(tmp_path, capsys) -> None:
+    assert main([str(folder) for folder in _two_runs(tmp_path)]) == 0
+    assert "median of the log intervals without the first one" in capsys.readouterr().out
+
+
+def test_the_command_names_settings_as_they_are_typed(tmp_path, capsys) -> None:
+    assert main([str(folder) for folder in _two_runs(tmp_path)]) == 0
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert (
+        line == "Settings that differ: --tp-compression: none -> int6; --seq-length: 512 -> 1024."
+    )
+
+
+def test_the_command_writes_a_comparison_with_both_curves(tmp_path, capsys) -> None:
     baseline, run = _two_runs(tmp_path)
     output = tmp_path / "new" / "comparison"
     assert main([str(baseline), str(run), "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    for row in (
-        "| time of an iteration (ms) | 30.0 | 20.0 | 1.50x as fast |",
-        "| bytes sent, tensor parallel (MB) | 2.000 | 1.000 | 2.000x fewer |",
-        "| training loss, iteration 2 | 4.0000 | 4.0400 | +1.00% |",
-        "| validation loss, iteration 2 | 4.5000 | 4.5400 | +0.89% |",
-        "| test loss, iteration 2 | 4.7000 | 4.7400 | +0.85% |",
-        "| peak memory of the process (MB) | 200 | 100 | -50.00% |",
-        "Settings that differ: tensor_parallel.codec: none -> int6.",
-    ):
-        assert row in printed
-    assert f"| {baseline} | {run} | change |" in printed.splitlines()[0]
-    assert printed.strip() in (output / "comparison.md").read_text()
+    assert capsys.readouterr().out.strip() in (output / "comparison.md").read_text()
     for name in ("loss.png", "time.png"):
         assert (output / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_without_a_common_iteration_are_explained(tmp_path, capsys) -> None:
+    baseline, run = _two_runs(tmp_path)
+    report = json.loads((run / "report.json").read_text())
+    for row in report["history"]:
+        row["iteration"] += 100
+    (run / "report.json").write_text(json.dumps(report))
+    assert main([str(baseline), str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "training loss, iteration" not in printed
+    assert (
+        "No training loss is compared: the runs logged it at different iterations (1 to 2 in steps of 1 "
+        "and 101 to 103 in steps of 1); run both with the same --log-interval"
+    ) in printed
+
+
+GOOD = {"settings": {}, "history": [], "summary": {}}
+NO_REPORTS = {
+    "empty": b"",
+    "an object": b"{}",
+    "a list": b"[1]",
+    "null": b"null",
+    "a summary that is a list": json.dumps({**GOOD, "summary": []}).encode(),
+    "a history of numbers": json.dumps({**GOOD, "history": [1]}).encode(),
+    "a history without iterations": json.dumps({**GOOD, "history": [{}]}).encode(),
+    "bytes that are a list": json.dumps(
+        {**GOOD, "history": [{"iteration": 1, "losses": {}, "bytes_per_iteration": [1]}]}
+    ).encode(),
+    "nested too deeply": b"[" * 100_000,
+    "not UTF-8": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("content", NO_REPORTS)
+def test_a_file_that_is_no_report_is_one_line(content: str, tmp_path, capsys) -> None:
+    _, run = _two_runs(tmp_path)
+    (tmp_path / "report.json").write_bytes(NO_REPORTS[content])
     assert main([str(tmp_path), str(run)]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"error: {tmp_path} holds no readable report.json; name"
-    )
-    (tmp_path / "report.json").write_text("[1]")
-    for other in (tmp_path, baseline / "report.md"):
-        assert main([str(other), str(run)]) == 2, "another JSON, a file"
-        assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path} holds no readable report.json; name")
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_is_a_file_is_one_line(tmp_path, capsys) -> None:
+    baseline, run = _two_runs(tmp_path)
+    assert main([str(baseline / "report.md"), str(run)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+DAMAGED_LINES = {
+    "cut off": b'{"iterat',
+    "null": b"null",
+    "a number": b"5",
+    "a list": b"[]",
+    "without an iteration": b"{}",
+    "not UTF-8": b"\xff\xfe",
+    "an iteration in words": b'{"iteration": "a"}',
+    "nested too deeply": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED_LINES)
+def test_a_damaged_line_of_a_history_is_left_out(content: str, tmp_path) -> None:
+    path = tmp_path / "history.jsonl"
+    good = b'{"iteration": 1, "losses": {}}\n'
+    path.write_bytes(good + DAMAGED_LINES[content] + b"\n")
+    assert read_history(path) == [{"iteration": 1, "losses": {}}]
 
 
 def test_numbers_that_json_lacks(tmp_path) -> None:

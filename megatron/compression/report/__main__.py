@@ -9,7 +9,14 @@ from megatron.compression.report.render import LINE, comparison_markdown, draw
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the comparison, and write it where asked; returns the exit status."""
+    """Print a comparison of two reports, and write it where asked.
+
+    Args:
+        arguments: the command line; None: this program's.
+
+    Returns:
+        The exit status: 2 where a folder holds no report.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m megatron.compression.report", description=__doc__
     )
@@ -25,26 +32,35 @@ def main(arguments: list[str] | None = None) -> int:
             reports.append(load_report(directory))
         except (OSError, ValueError):
             print(
-                f"error: {directory} holds no readable {REPORT_FILE}; name the --compression-report folder "
-                "of a finished run",
+                f"error: {directory} holds no readable {REPORT_FILE}; name the --compression-report "
+                "folder of a finished run",
                 file=sys.stderr,
             )
             return 2
-    names = str(options.baseline), str(options.run)
-    lines = comparison_markdown(*reports, names)
+    baseline, run = reports
+    names = (str(options.baseline), str(options.run))
+    lines = comparison_markdown(baseline, run, names)
     print("\n".join(lines))
     if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        wide = {"color": "0.75", "linewidth": 5, "markersize": 8}  # equal curves are both seen
-        labels = [f", {name}" for name in names]
-        curves = list(zip(labels, (wide, LINE), reports, strict=True))
-        pictures, why_none = draw(curves, options.output)
-        if why_none:
-            print(why_none)
-        title = [f"# {options.run} against {options.baseline}", ""]
-        lines = [*title, *lines, "", *(f"![{name}]({name})" for name in pictures), ""]
-        (options.output / "comparison.md").write_text("\n".join(lines))
+        _write(baseline, run, names, lines, options.output)
     return 0
+
+
+def _write(
+    baseline: dict, run: dict, names: tuple[str, str], lines: list[str], directory: Path
+) -> None:
+    """Write comparison.md with the comparison's lines, and its pictures, into a folder."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # Equal curves are both seen: the baseline's is wide and pale, below the other one.
+    wide = {"color": "0.75", "linewidth": 5, "markersize": 8}
+    curves = [(f", {names[0]}", wide, baseline), (f", {names[1]}", LINE, run)]
+    pictures, reason = draw(curves, directory)
+    if reason is not None:
+        print(reason)
+    title = [f"# {names[1]} against {names[0]}", ""]
+    images = [f"![{name}]({name})" for name in pictures]
+    text = "\n".join([*title, *lines, "", *images, ""])
+    (directory / "comparison.md").write_text(text)
 
 
 if __name__ == "__main__":

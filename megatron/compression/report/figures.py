@@ -6,9 +6,10 @@ import statistics
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC
 
 MB = 1e6
+"""Bytes of a megabyte, here and in every table of a report."""
 
 BytesByKind = dict[str, dict[str, float]]
-"""``{kind: {"sent": bytes, "plain": bytes}}`` of one traffic class."""
+"""``{kind: {"sent": bytes, "plain": bytes}}`` of one traffic class; plain: without a codec."""
 
 
 def log_line(
@@ -17,59 +18,84 @@ def log_line(
     per_iteration: dict[str, BytesByKind],
     between_nodes: dict[str, dict[str, float]] | None = None,
 ) -> str:
-    """Megabytes sent by one GPU in one iteration, counted from 1, by traffic class, and the ratio of what is
-    compressed; ``between_nodes``: ``{traffic: {"sent", "plain"}}`` of what is known to have crossed nodes."""
+    """Return the log's line about the bytes that one GPU sent in one iteration.
+
+    Args:
+        iteration: counted from 1.
+        train_iters: the run's length, where it is known.
+        per_iteration: bytes by traffic class and kind, means of the log interval.
+        between_nodes: ``{traffic: {"sent", "plain"}}`` of what is known to have crossed nodes.
+
+    Returns:
+        Megabytes by traffic class, and for each dimension that compresses the ratio of uncompressed to
+        sent bytes.
+    """
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
     line = f" [{now}] communication {iteration:8d}"
-    line += f"/{train_iters:8d} |" if train_iters else " |"
+    if train_iters:
+        line += f"/{train_iters:8d}"
+    line += " |"
     for traffic, kinds in per_iteration.items():
-        sent, plain = traffic_total(kinds)
-        if sent or plain:
+        sent, uncompressed = traffic_total(kinds)
+        if sent or uncompressed:
             line += f" {traffic} (MB): {sent / MB:.3f}"
-            line += f" of {plain / MB:.3f} |" if sent != plain else " |"
+            if sent != uncompressed:
+                line += f" of {uncompressed / MB:.3f}"
+            line += " |"
         if between_nodes and traffic in between_nodes:
             pair = between_nodes[traffic]
             line += f" between nodes: {pair['sent'] / MB:.3f} of {pair['plain'] / MB:.3f} |"
     for name, prefix in DIMENSIONS.items():
-        sent, plain = dimension_total(per_iteration, prefix)
-        if sent and plain != sent:
-            line += f" {name.replace(' ', '-')} ratio: {plain / sent:.3f} |"
+        sent, uncompressed = dimension_total(per_iteration, prefix)
+        if sent and uncompressed != sent:
+            line += f" {name.replace(' ', '-')} ratio: {uncompressed / sent:.3f} |"
     return line
 
 
 def scalars(per_iteration: dict[str, BytesByKind]) -> dict[str, float]:
-    """Scalars of one log interval: bytes by traffic class, and a ratio by dimension."""
+    """Return the scalars of one log interval: bytes by traffic class, and a ratio by dimension."""
     result = {}
     for traffic, kinds in per_iteration.items():
-        sent, plain = traffic_total(kinds)
+        sent, uncompressed = traffic_total(kinds)
         result[f"communication/{traffic} bytes"] = sent
-        result[f"communication/{traffic} uncompressed bytes"] = plain
+        result[f"communication/{traffic} uncompressed bytes"] = uncompressed
     for name, prefix in DIMENSIONS.items():
-        sent, plain = dimension_total(per_iteration, prefix)
+        sent, uncompressed = dimension_total(per_iteration, prefix)
         if sent:
-            result[f"communication/{name.replace(' ', '-')} ratio"] = plain / sent
+            result[f"communication/{name.replace(' ', '-')} ratio"] = uncompressed / sent
     return result
 
 
 def traffic_total(kinds: BytesByKind) -> tuple[float, float]:
-    """(sent, plain) of a traffic class."""
-    return sum(pair["sent"] for pair in kinds.values()), sum(
-        pair["plain"] for pair in kinds.values()
-    )
+    """Return (sent, uncompressed) bytes of a traffic class, over all kinds."""
+    sent = sum(pair["sent"] for pair in kinds.values())
+    uncompressed = sum(pair["plain"] for pair in kinds.values())
+    return sent, uncompressed
 
 
 def dimension_total(per_iteration: dict[str, BytesByKind], prefix: str) -> tuple[float, float]:
-    """(sent, plain) of the traffic whose names begin so (``DIMENSIONS``), what is left exact included."""
-    totals = [
-        traffic_total(kinds) for name, kinds in per_iteration.items() if name.startswith(prefix)
-    ]
-    return sum(sent for sent, _ in totals), sum(plain for _, plain in totals)
+    """Return (sent, uncompressed) bytes of all traffic classes whose names begin with ``prefix``.
+
+    What is left exact by design counts too, so that ratios are those of whole dimensions.
+    """
+    sent = 0.0
+    uncompressed = 0.0
+    for name, kinds in per_iteration.items():
+        if name.startswith(prefix):
+            class_sent, class_uncompressed = traffic_total(kinds)
+            sent += class_sent
+            uncompressed += class_uncompressed
+    return sent, uncompressed
 
 
 def summarize(report: dict) -> dict:
-    """Time, memory, losses at both ends (a training loss is the mean of its log interval), and bytes of one
-    iteration of one GPU: the mean over all ranks and the logged iterations."""
-    training, valid = training_rows(report), evaluations(report, "valid")
+    """Return the summary of a report: time, memory, losses at both ends, bytes.
+
+    Bytes are those of one iteration of one GPU, the mean over all ranks and logged iterations. A training
+    loss is the mean of its log interval. Time is the median of the log intervals without the first one.
+    """
+    training = training_rows(report)
+    validation = evaluations(report, "valid")
     per_iteration = mean_bytes(training)
     totals = {name: traffic_total(per_iteration[name]) for name in TRAFFIC if name in per_iteration}
     crossed = _mean([row.get("bytes_between_nodes", {}) for row in training])
@@ -82,53 +108,53 @@ def summarize(report: dict) -> dict:
             name: _pair(*total) for name, total in totals.items() if any(total)
         },
         "bytes_between_nodes": {
-            name: _pair(one["sent"], one["plain"]) for name, one in crossed.items()
+            name: _pair(pair["sent"], pair["plain"]) for name, pair in crossed.items()
         },
         "tp_bytes_per_iteration": dimensions["tensor parallel"][0],
         "dimensions": {
-            name: _pair(*total) | {"ratio": total[1] / total[0]}
-            for name, total in dimensions.items()
-            if total[0]
+            name: {**_pair(sent, uncompressed), "ratio": uncompressed / sent}
+            for name, (sent, uncompressed) in dimensions.items()
+            if sent
         },
-        "first_loss": _end_loss(training, 0),
-        "last_loss": _end_loss(training, -1),
-        "first_validation_loss": _end_loss(valid, 0),
-        "validation_loss": _end_loss(valid, -1),
-        "test_loss": _end_loss(evaluations(report, "test"), -1),
+        "first_loss": _loss_at(training, 0),
+        "last_loss": _loss_at(training, -1),
+        "first_validation_loss": _loss_at(validation, 0),
+        "validation_loss": _loss_at(validation, -1),
+        "test_loss": _loss_at(evaluations(report, "test"), -1),
     }
 
 
 def largest(by_rank: list[dict[str, int]]) -> dict[str, int]:
-    """The largest value of any rank, by name."""
-    return (
-        {name: max(rank.get(name, 0) for rank in by_rank) for name in by_rank[0]} if by_rank else {}
-    )
+    """Return the largest value of any rank, by name."""
+    if not by_rank:
+        return {}
+    return {name: max(rank.get(name, 0) for rank in by_rank) for name in by_rank[0]}
 
 
 def training_rows(report: dict) -> list[dict]:
-    """The history's rows of log intervals."""
+    """Return the history's rows of log intervals."""
     return [row for row in report["history"] if "bytes_per_iteration" in row]
 
 
 def evaluations(report: dict, split: str) -> list[dict]:
-    """The history's rows of evaluations of ``valid`` or ``test``."""
+    """Return the history's rows of evaluations of ``valid`` or ``test``."""
     return [row for row in report["history"] if row.get("split") == split]
 
 
 def loss_of(row: dict) -> float | None:
-    """A row's first loss, which is the language model's."""
+    """Return a row's first loss, which is the language model's."""
     return next(iter(row["losses"].values()), None)
 
 
 def mean_bytes(training: list[dict]) -> dict[str, BytesByKind]:
-    """Mean bytes of an iteration, by traffic class and kind."""
+    """Return the mean bytes of an iteration, by traffic class and kind."""
     rows = [row["bytes_per_iteration"] for row in training]
     traffic = {name for row in rows for name in row}
     return {name: _mean([row.get(name, {}) for row in rows]) for name in sorted(traffic)}
 
 
 def _mean(rows: list[BytesByKind]) -> BytesByKind:
-    """The mean of pairs of bytes by name, where a row may lack some."""
+    """Return the mean of pairs of bytes by name; a name that a row lacks counts as zero there."""
     result: BytesByKind = {}
     for row in rows:
         for name, pair in row.items():
@@ -138,17 +164,19 @@ def _mean(rows: list[BytesByKind]) -> BytesByKind:
     return result
 
 
-def _pair(sent: float, plain: float) -> dict[str, float]:
-    return {"sent": sent, "uncompressed": plain}
+def _pair(sent: float, uncompressed: float) -> dict[str, float]:
+    return {"sent": sent, "uncompressed": uncompressed}
 
 
 def _median_time(training: list[dict]) -> float | None:
-    """Milliseconds; the first interval is left out, which holds the warm-up."""
+    """Return milliseconds an iteration: the median of the intervals after the first, which warms up."""
     times = [
         row["milliseconds_per_iteration"] for row in training if "milliseconds_per_iteration" in row
     ]
-    return statistics.median(times[1:] or times) if times else None
+    if not times:
+        return None
+    return statistics.median(times[1:] or times)
 
 
-def _end_loss(rows: list[dict], index: int) -> float | None:
+def _loss_at(rows: list[dict], index: int) -> float | None:
     return loss_of(rows[index]) if rows else None

@@ -7,18 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.files import parse_json, read_json
+from megatron.compression.report.figures import summarize
 
 HISTORY_FILE = "history.jsonl"
 REPORT_FILE = "report.json"
+_REPORT_PARTS = {"settings": dict, "history": list, "summary": dict}
+"""What a report.json holds at least, and its JSON type."""
 
 
 def check_report_directory(directory: str | None, resuming: bool) -> None:
     """Make the report's folder, and refuse what would end a run later or mix two runs.
 
     Args:
+        directory: the folder; None: the run writes no report.
         resuming: whether an earlier part of this run may be there.
-    Raises: CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
-    history.
+
+    Raises:
+        CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
+            history.
     """
     if directory is None:
         return
@@ -27,7 +34,8 @@ def check_report_directory(directory: str | None, resuming: bool) -> None:
         raise CompressionConfigError(f"--compression-report {directory} is a file; name a folder")
     if (path / HISTORY_FILE).exists() and not resuming:
         raise CompressionConfigError(
-            f"--compression-report {directory} already holds a run's report; name another folder or remove it"
+            f"--compression-report {directory} already holds a run's report; name another folder or "
+            "remove it"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -40,32 +48,49 @@ def check_report_directory(directory: str | None, resuming: bool) -> None:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """``json.dumps`` with null where JSON has no word for a number (NaN, infinities)."""
-    return json.dumps(_finite(value), allow_nan=False, **options)
+    """Return ``json.dumps(value, **options)``, with null for NaN and infinities, which JSON lacks."""
+    return json.dumps(_without_infinities(value), allow_nan=False, **options)
 
 
-def _finite(value: Any) -> Any:
+def _without_infinities(value: Any) -> Any:
+    """Return the value with None in place of every number that is not finite."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _without_infinities(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_without_infinities(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def load_report(directory: Path) -> dict:
-    """A finished run's report.json.
+    """Return the report.json of a finished run, its summary made anew from its history.
 
-    Raises: OSError, ValueError: there is none, or it is not one.
+    Raises:
+        OSError: there is none.
+        ValueError: the file is no report.
     """
-    report = json.loads((directory / REPORT_FILE).read_text())
-    if not isinstance(report, dict) or not {"settings", "history", "summary"} <= report.keys():
-        raise ValueError(f"{directory / REPORT_FILE} is no report")
+    path = directory / REPORT_FILE
+    report = read_json(path)
+    if not isinstance(report, dict):
+        raise ValueError(f"{path} is no report")
+    for name, kind in _REPORT_PARTS.items():
+        if not isinstance(report.get(name), kind):
+            raise ValueError(f"{path} has no {name!r}")
+    if not all(_is_row(row) for row in report["history"]):
+        raise ValueError(f"{path} has a history with other rows")
+    try:
+        report["summary"] = summarize(report)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} has a history with other rows ({error})") from None
     return report
 
 
 class History:
-    """Rows in memory until they are on disk, in ``history.jsonl``: a disk that is full for a while loses none
-    of them."""
+    """The rows of a run's report, in memory until they are on disk in ``history.jsonl``.
+
+    A disk that is full for a while loses none of them.
+    """
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
@@ -74,7 +99,8 @@ class History:
     def append(self, row: dict) -> None:
         """Add a row.
 
-        Raises: OSError: it could not be written; it is kept, and written with the next one.
+        Raises:
+            OSError: it could not be written; it is kept, and written with the next one.
         """
         if self.directory is None:
             return
@@ -83,34 +109,46 @@ class History:
         path = self.directory / HISTORY_FILE
         text = "".join(to_json(pending) + "\n" for pending in self._pending)
         with open(path, "a+b") as file:
-            if (
-                file.tell()
-            ):  # a write that failed half-way, or a killed run, leaves a line without its end
+            if file.tell() > 0:
+                # A write that failed half-way, or a killed run, has left a line without its end.
                 file.seek(-1, 2)
-                text = text if file.read() == b"\n" else "\n" + text
+                if file.read() != b"\n":
+                    text = "\n" + text
             file.write(text.encode())
         self._pending = []
 
     def rows(self) -> list[dict]:
-        """Everything so far; see ``read_history``."""
+        """Return everything so far; see ``read_history``."""
         on_disk = read_history(self.directory / HISTORY_FILE) if self.directory else []
-        return _last_of_each(on_disk + self._pending)
+        return _last_of_each_iteration(on_disk + self._pending)
 
 
 def read_history(path: Path) -> list[dict]:
-    """The history's rows in order; where a resumed run repeated an iteration, its last row counts.
+    """Return the history's rows in order; where a resumed run repeated an iteration, its last row.
 
-    A line cut off in the middle is left out.
+    Lines that are no row are left out: a line that a killed run cut off, or what somebody else wrote.
     """
+    if not path.exists():
+        return []
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             continue
-    return _last_of_each(rows)
+        if _is_row(row):
+            rows.append(row)
+    return _last_of_each_iteration(rows)
 
 
-def _last_of_each(rows: list[dict]) -> list[dict]:
+def _is_row(row: Any) -> bool:
+    """Return whether a JSON value is a row of a history."""
+    if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+        return False
+    return isinstance(row.get("losses", {}), dict)
+
+
+def _last_of_each_iteration(rows: list[dict]) -> list[dict]:
+    """Return the last row of each iteration and kind of evaluation, in the order of iterations."""
     last = {(row["iteration"], row.get("split")): row for row in rows}
     return sorted(last.values(), key=lambda row: row["iteration"])

@@ -22,6 +22,10 @@ class Reporter:
     disk, a folder that was removed, a tracker that is gone) is said once and never ends the run.
 
     Args:
+        ledger: counts the bytes of the run.
+        meter: measures the errors of its codecs.
+        log_interval: iterations between two lines.
+        settings: what the report stores about the run, JSON-ready.
         directory: the report's folder; None writes no report.
         train_iters: asked when a line is printed (``--train-samples`` leaves it open at the start).
         track: writes scalars to the run's trackers, at an iteration.
@@ -42,12 +46,15 @@ class Reporter:
         small_hint: str,
         clock: Callable[[], float],
     ) -> None:
-        self.ledger, self.meter = ledger, meter
+        self.ledger = ledger
+        self.meter = meter
         self.log_interval = log_interval
         self.settings = settings
         self.directory = Path(directory) if directory else None
-        self.train_iters, self.track = train_iters, track
-        self.small_hint, self.clock = small_hint, clock
+        self.train_iters = train_iters
+        self.track = track
+        self.small_hint = small_hint
+        self.clock = clock
         self.history = History(self.directory)
         self._logged_seconds = self.clock()
         self._logged_totals = _totals(ledger)
@@ -57,27 +64,37 @@ class Reporter:
         self._last_iteration = 0
         self._bytes_of_reports = 0
         self._split = "valid"
-        self._said: set[str] = set()
+        self._topics_said: set[str] = set()
 
     def on_training_log(self, iteration: int, losses: dict[str, torch.Tensor]) -> None:
-        """Count one iteration, counted from 1, with its losses on the last pipeline stage; at the log
-        interval, print and store what was sent since the last one."""
+        """Count one iteration; at the log interval, print and store what was sent since the last one.
+
+        Args:
+            iteration: counted from 1.
+            losses: scalars by name, on the last pipeline stage; empty elsewhere and for skipped iterations.
+        """
         self._iterations_since_log += 1
         self._last_iteration = iteration
         if losses:
             self._losses_since_log += 1
             for name, value in losses.items():  # fp32 sums, as Megatron's own line has them
                 self._losses[name] = self._losses.get(name, 0.0) + value.detach().float()
-        if iteration % self.log_interval:
-            return
+        if iteration % self.log_interval == 0:
+            self._log_interval_ends(iteration)
+
+    def _log_interval_ends(self, iteration: int) -> None:
+        """Print and store the interval's means. Collective over all ranks of the job."""
         seconds = self.clock()
-        passed, self._logged_seconds = seconds - self._logged_seconds, seconds
+        passed = seconds - self._logged_seconds
+        self._logged_seconds = seconds
         milliseconds = 1000 * passed / self._iterations_since_log
-        per_iteration, between_nodes = self._reduce()
+        per_iteration, between_nodes = self._mean_bytes_of_all_ranks()
         mean_losses = {
             name: float(total) / self._losses_since_log for name, total in self._losses.items()
         }
-        self._losses, self._losses_since_log, self._iterations_since_log = {}, 0, 0
+        self._losses = {}
+        self._losses_since_log = 0
+        self._iterations_since_log = 0
         if not _is_last_rank():
             return
         print(log_line(iteration, self.train_iters(), per_iteration, between_nodes), flush=True)
@@ -90,16 +107,17 @@ class Reporter:
             "milliseconds_per_iteration": milliseconds,
             "bytes_per_iteration": per_iteration,
         }
-        row |= {"bytes_between_nodes": between_nodes} if between_nodes else {}
+        if between_nodes:
+            row["bytes_between_nodes"] = between_nodes
         self._append(row)
 
     def before_evaluate(self, split: str) -> None:
-        """Count the traffic of an evaluation separately."""
+        """Count the traffic of an evaluation of ``valid`` or ``test`` separately from here on."""
         self._split = split
         self.ledger.evaluating = True
 
     def after_evaluate(self, losses: dict[str, torch.Tensor] | None) -> None:
-        """Store an evaluation's losses."""
+        """Store an evaluation's losses (on the last rank; None: it failed) and count training again."""
         self.ledger.evaluating = False
         if losses and _is_last_rank():
             values = {name: float(value) for name, value in losses.items()}
@@ -108,13 +126,16 @@ class Reporter:
             )
 
     def finish(self) -> None:
-        """Gather every rank's ledger, errors and memory on the last rank and write the report there."""
+        """Gather every rank's ledger, errors and memory on the last rank and write the report there.
+
+        Collective over all ranks of the job.
+        """
         if self.directory is None:
             return
-        world, last = dist.get_world_size(), dist.get_world_size() - 1
-        own = {"ledger": self.ledger.rows(), "errors": self.meter.rows(), "memory": peak_memory()}
-        gathered = [None] * world if dist.get_rank() == last else None
-        dist.gather_object(own, gathered, dst=last)
+        last_rank = dist.get_world_size() - 1
+        local = {"ledger": self.ledger.rows(), "errors": self.meter.rows(), "memory": peak_memory()}
+        gathered = [None] * dist.get_world_size() if _is_last_rank() else None
+        dist.gather_object(local, gathered, dst=last_rank)
         if gathered is not None:
             self._guarded("writing the report", lambda: self._write(gathered))
 
@@ -128,25 +149,25 @@ class Reporter:
             "memory_by_rank": [part["memory"] for part in gathered],
             "bytes_of_a_report": self._bytes_of_reports,
         }
-        if self._last_iteration and not any(
-            "bytes_per_iteration" in row for row in report["history"]
-        ):
-            line = f"no iteration was logged: --log-interval {self.log_interval} is longer than the run"
+        was_logged = any("bytes_per_iteration" in row for row in report["history"])
+        if self._last_iteration and not was_logged:
             self._say_once(
-                "short", f"{line}, so the report has neither times nor bytes an iteration"
+                "short",
+                f"the report has neither times nor bytes an iteration: --log-interval "
+                f"{self.log_interval} is longer than the run",
             )
         for line in write_report(report, self.directory):
             print(f" compression: {line}", flush=True)
 
-    def _reduce(self) -> tuple[dict, dict]:
-        """The mean over the ranks of the bytes of an iteration: by traffic and kind; by traffic, what of them
-        is known to have crossed nodes."""
+    def _mean_bytes_of_all_ranks(self) -> tuple[dict, dict]:
+        """Return the mean over the ranks of the bytes of an iteration since the last line.
+
+        Returns:
+            Pairs of bytes by traffic and kind; by traffic, what of them is known to have crossed nodes.
+        """
         totals = _totals(self.ledger)
-        summed = (
-            (totals - self._logged_totals)
-            .double()
-            .to("cuda" if torch.cuda.is_available() else "cpu")
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        summed = (totals - self._logged_totals).double().to(device)
         dist.all_reduce(summed)
         self._bytes_of_reports = bytes_sent("all_reduce", summed.nbytes, dist.get_world_size())
         values = summed.cpu() / dist.get_world_size() / max(1, self._iterations_since_log)
@@ -156,26 +177,28 @@ class Reporter:
     def _say_what_stays_uncompressed(self, per_iteration: dict) -> None:
         small = sum(kinds.get("small", {}).get("sent", 0.0) for kinds in per_iteration.values())
         if small:
-            line = f"{small / MB:.3f} MB per iteration and GPU are in tensors under {self.small_hint} and go"
-            self._say_once("small", f"{line} uncompressed")
+            self._say_once(
+                "small",
+                f"{small / MB:.3f} MB per iteration and GPU go uncompressed: these messages are under "
+                f"{self.small_hint}",
+            )
 
     def _append(self, row: dict) -> None:
         self._guarded("writing the report's history", lambda: self.history.append(row))
 
-    def _guarded(self, what: str, action: Callable[[], None]) -> None:
+    def _guarded(self, purpose: str, action: Callable[[], None]) -> None:
         """Do something that a run can do without; a failure is said once."""
         try:
             action()
         except Exception as error:  # a tracker raises what it likes
-            reason = (
-                getattr(error, "strerror", None)
-                or f"{type(error).__name__}: {error}".splitlines()[0]
-            )
-            self._say_once(what, f"{what} failed ({reason}); training goes on without it")
+            reason = getattr(error, "strerror", None)
+            if not reason:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._say_once(purpose, f"{purpose} failed ({reason}); training goes on without it")
 
     def _say_once(self, topic: str, line: str) -> None:
-        if topic not in self._said:
-            self._said.add(topic)
+        if topic not in self._topics_said:
+            self._topics_said.add(topic)
             print(f" compression: {line}", flush=True)
 
 
@@ -183,47 +206,67 @@ def _is_last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-_COUNTED = [(traffic, kind) for traffic in TRAFFIC for kind in (*KINDS, "between nodes")]
+_BETWEEN_NODES = "between nodes"
+_COUNTED = [(traffic, kind) for traffic in TRAFFIC for kind in (*KINDS, _BETWEEN_NODES)]
+"""The order in which ``_totals`` puts what a ledger has counted."""
 
 
 def _totals(ledger: Ledger) -> torch.Tensor:
-    """int64 ``[n, 2]``: sent and plain bytes in the order of ``_COUNTED``."""
-    totals, between = ledger.totals(), ledger.between_nodes()
-    pairs = [totals[traffic].get(kind, between[traffic]) for traffic, kind in _COUNTED]
+    """Return int64 ``[n, 2]``: sent and uncompressed bytes in the order of ``_COUNTED``."""
+    totals = ledger.totals()
+    between_nodes = ledger.between_nodes()
+    pairs = []
+    for traffic, kind in _COUNTED:
+        if kind == _BETWEEN_NODES:
+            pairs.append(between_nodes[traffic])
+        else:
+            pairs.append(totals[traffic][kind])
     return torch.tensor(pairs, dtype=torch.int64)
 
 
 def _by_name(totals: torch.Tensor) -> tuple[dict, dict]:
-    """The reverse of ``_totals``: by traffic and kind; by traffic what crossed nodes. Zeros are left out."""
-    result: dict = {}
-    between = {}
-    for (traffic, kind), (sent, plain) in zip(_COUNTED, totals.tolist(), strict=True):
-        if kind == "between nodes" and plain:
-            between[traffic] = {"sent": sent, "plain": plain}
-        elif kind != "between nodes" and (sent or plain):
-            result.setdefault(traffic, {})[kind] = {"sent": sent, "plain": plain}
-    return result, between
+    """Return what ``_totals`` has put in order, without zeros.
+
+    Returns:
+        Pairs of bytes by traffic and kind; by traffic what crossed nodes.
+    """
+    by_kind: dict[str, dict] = {}
+    between_nodes = {}
+    for (traffic, kind), (sent, uncompressed) in zip(_COUNTED, totals.tolist(), strict=True):
+        pair = {"sent": sent, "plain": uncompressed}
+        if kind == _BETWEEN_NODES:
+            if uncompressed:
+                between_nodes[traffic] = pair
+        elif sent or uncompressed:
+            by_kind.setdefault(traffic, {})[kind] = pair
+    return by_kind, between_nodes
 
 
 def _mean_errors(rows: list[dict]) -> list[dict]:
-    """One row a site and traffic class: the mean over the ranks that have it, the largest of their peaks."""
-    merged: dict[tuple[str, str], list[dict]] = {}
+    """Return one row a site and traffic class.
+
+    Errors are means over the ranks that have the site; the peak is the largest of any rank.
+    """
+    by_site: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
-        merged.setdefault((row["site"], row["traffic"]), []).append(row)
-    return [
-        {**same[0]}
-        | {
-            key: sum(row[key] for row in same) / len(same)
-            for key in ("relative_error", "ordinary_error")
-        }
-        | {"peak": max((row["peak"] for row in same if row["peak"] is not None), default=None)}
-        for same in merged.values()
-    ]
+        by_site.setdefault((row["site"], row["traffic"]), []).append(row)
+    merged = []
+    for same_site in by_site.values():
+        mean = dict(same_site[0])
+        for key in ("relative_error", "ordinary_error"):
+            mean[key] = sum(row[key] for row in same_site) / len(same_site)
+        peaks = [row["peak"] for row in same_site if row["peak"] is not None]
+        mean["peak"] = max(peaks, default=None)
+        merged.append(mean)
+    return merged
 
 
 def peak_memory() -> dict[str, int]:
-    """Bytes of this rank: on a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what is
-    taken on the device now by every process; elsewhere ``resident``, the peak of the process."""
+    """Return this rank's memory in bytes.
+
+    On a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what every process together
+    has taken on the device now; elsewhere ``resident``, the peak of the process.
+    """
     if not torch.cuda.is_available():
         return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     free, total = torch.cuda.mem_get_info()
@@ -231,7 +274,14 @@ def peak_memory() -> dict[str, int]:
 
 
 def track(tensorboard: Any, wandb: Any, scalars: dict[str, float], iteration: int) -> None:
-    """Write scalars to a SummaryWriter and to Weights & Biases, each if it is there."""
+    """Write scalars to a run's trackers.
+
+    Args:
+        tensorboard: a ``SummaryWriter``, or None.
+        wandb: the module of Weights & Biases or a run of it, or None.
+        scalars: values by name.
+        iteration: counted from 1.
+    """
     if tensorboard is not None:
         for tag, value in scalars.items():
             tensorboard.add_scalar(tag, value, iteration)
@@ -247,8 +297,11 @@ def megatron_track(scalars: dict[str, float], iteration: int) -> None:
 
 
 def megatron_seconds() -> float:
-    """Seconds in training iterations so far, without evaluation and saving: what "elapsed time per iteration"
-    is taken from. Current right after ``training_log`` at a log interval."""
+    """Return the seconds spent in training iterations so far, without evaluation and saving.
+
+    Megatron takes its "elapsed time per iteration" from the same timer. The value is current right after
+    ``training_log`` at a log interval.
+    """
     from megatron.training import get_timers
 
     return get_timers()("interval-time", log_level=0).active_time()
