@@ -1,18 +1,31 @@
 """A channel: the memory through which one stream of collectives runs, laid out the same on every rank.
 
-``data`` flags, ``ack`` flags (each uint64[W, PROGRAMS], row w written by rank w), then two areas of slots,
-each uint8[PROGRAMS, DEPTH, W, SLOT]: what arrives from each sender, and what comes back from each owner.
+::
+
+    data flags   uint64[W, PROGRAMS]               row w is written by rank w
+    ack flags    uint64[W, PROGRAMS]               row w is written by rank w
+    padding      up to a multiple of 1024 bytes
+    arrivals     uint8[PROGRAMS, DEPTH, W, SLOT]   what each rank sends here
+    returned     uint8[PROGRAMS, DEPTH, W, SLOT]   the sums that each owner sends back
+
 Between two ranks, where an all-reduce is one exchange, the second area takes each sender's second tile.
 
-Program p of a rank talks to program p of its peers only, step after step, and counts its steps from the
-channel's creation on (int64 in device memory: nothing to reset, nothing for the host to know). In step n it
-uses slot n % DEPTH. A flag holds the number of steps that one program of a peer has published; it only grows,
-in the memory of the rank that waits for it. Data flag n + 1 from a peer: its tiles of step n have arrived.
-Ack flag n + 1 from a peer: it has read the tiles of step n that were sent to it, and in an all-reduce its
-sums of step n have arrived. A sender waits for the acks of step n - DEPTH before it fills a slot again, also
-across calls, so a peer never finds a slot overwritten that it still reads. Sums that come back are protected
-by the data flags of their owner instead, which second tiles do not wait for: so between two ranks an
-all-reduce in two exchanges ends with an empty step, for whose acks both wait.
+*Steps.* Program p of a rank talks to program p of its peers only, step after step, and counts its steps from
+the channel's creation on (int64 in device memory: nothing to reset, nothing for the host to know). In step n
+it uses slot n % DEPTH.
+
+*Flags.* A flag holds the number of steps that one program of a peer has published. It only grows, and it lies
+in the memory of the rank that waits for it::
+
+    data flag n + 1 from a peer   its tiles of step n have arrived here
+    ack flag n + 1 from a peer    it has read the tiles of step n that were sent to it, and in an all-reduce its
+                                  sums of step n have arrived here
+
+*Reuse of slots.* A sender waits for the acks of step n - DEPTH before it fills a slot again, also across
+calls, so a peer never finds a slot overwritten that it still reads. Returned sums are protected by the data
+flags of the rank that reads them instead, which second tiles do not wait for: so between two ranks an
+all-reduce in two exchanges ends with an empty step, for whose acks both wait. ``kernels.all_reduce_kernel``
+has the proof, step by step.
 
 Flags are PTX, because a spin needs a loop with acquire loads and a clock. Every thread of a program calls
 them.
@@ -21,6 +34,7 @@ them.
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 import torch
 import triton
@@ -33,9 +47,13 @@ from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 from taco_kernels.taco.spec import STEP_BYTES, tuning_for, tuning_of
 
 WARPS = 4
-"""Of every kernel here; see tile_of."""
+"""Warps of a program of every kernel here; see ``tile_of``."""
 DEPTH = 3
-"""Slots a sender: one being filled, one on its way, one being read."""
+"""Slots a sender: one is being filled, one on its way, one being read."""
+FLAG_BYTES = tl.constexpr(8)
+"""Bytes of a flag, a uint64."""
+SLOTS_ALIGNMENT = 1024
+"""Bytes: the areas of slots begin at a multiple of it."""
 
 
 class SymmetricMemoryError(RuntimeError):
@@ -47,7 +65,7 @@ class ChannelShape(Constants):
     """Compile-time shape of a channel."""
 
     W: tl.constexpr
-    """Ranks."""
+    """Ranks of the channel."""
     PROGRAMS: tl.constexpr
     """Programs that the channel has slots and flags for."""
     DEPTH: tl.constexpr
@@ -61,32 +79,61 @@ class ChannelShape(Constants):
 
 
 @triton.jit
-def arrival(program, step, sender, E: tl.constexpr):
-    """Offset of the slot for what ``sender`` sends to ``program`` in ``step``."""
-    at = (program.to(tl.int64) * E.DEPTH + step % E.DEPTH) * E.W + sender
-    return at * E.SLOT + E.SLOTS_AT
+def arrival(program, step, sender, CHANNEL: tl.constexpr):
+    """Offset in bytes, int64, of the slot for what a rank sends to a program in a step.
+
+    Args:
+        program: number of the program, int32.
+        step: since the channel's creation, int64.
+        sender: the rank that sends.
+        CHANNEL: ``ChannelShape``.
+    """
+    slot = (program.to(tl.int64) * CHANNEL.DEPTH + step % CHANNEL.DEPTH) * CHANNEL.W + sender
+    return slot * CHANNEL.SLOT + CHANNEL.SLOTS_AT
 
 
 @triton.jit
-def returned(program, step, owner, E: tl.constexpr):
-    """Offset of the slot for the sum that ``owner`` sends back."""
-    return arrival(program, step, owner, E) + E.AREA
+def returned(program, step, owner, CHANNEL: tl.constexpr):
+    """Offset in bytes of the slot for the sum that ``owner`` sends back. Arguments as for ``arrival``.
+
+    Args:
+        owner: the rank that sums the piece.
+    """
+    return arrival(program, step, owner, CHANNEL) + CHANNEL.AREA
 
 
 @triton.jit
-def data_flag(program, sender, E: tl.constexpr):
-    """Offset of the flag by which ``sender`` says that its tiles have arrived."""
-    return (program + sender * E.PROGRAMS).to(tl.int64) * 8
+def data_flag(program, sender, CHANNEL: tl.constexpr):
+    """Offset in bytes of the flag by which a rank tells a program that its tiles have arrived.
+
+    Args:
+        program: number of the program.
+        sender: the rank that writes the flag.
+        CHANNEL: ``ChannelShape``.
+    """
+    return (program + sender * CHANNEL.PROGRAMS).to(tl.int64) * FLAG_BYTES
 
 
 @triton.jit
-def ack_flag(program, sender, E: tl.constexpr):
-    """Offset of the flag by which ``sender`` says that it has read its tiles."""
-    return data_flag(program, sender, E) + E.W * E.PROGRAMS * 8
+def ack_flag(program, sender, CHANNEL: tl.constexpr):
+    """Offset in bytes of the flag by which a rank tells a program that it has read the tiles sent to it.
+
+    Arguments as for ``data_flag``.
+
+    Args:
+        sender: the rank that writes the flag.
+    """
+    return data_flag(program, sender, CHANNEL) + CHANNEL.W * CHANNEL.PROGRAMS * FLAG_BYTES
 
 
-# Thread t < $6: release what the program has written, then store $3 and $5 to the flags at offsets $2 and $4
-# in the memory of rank t, which starts where entry t of the table $1 says.
+# Thread t < W: release what the program has written, then set both flags in the memory of rank t.
+#
+#     $1  table of the ranks' addresses    $6  W
+#     $2  offset of the data flag          $3  its value
+#     $4  offset of the ack flag           $5  its value
+#
+# The fence is at system scope, as peers on other devices read; after it the stores of the flags may be
+# relaxed. $0 is a result that Triton asks for and nobody reads.
 _PUBLISH = tl.constexpr(
     """
 {
@@ -107,8 +154,14 @@ _PUBLISH = tl.constexpr(
 """
 )
 
-# Thread t < $4: spin until the flag at $1 + t * $2 is at least $3. After $6 nanoseconds leave t + 1 at $5,
-# which the host can read, and trap.
+# Thread t < W: spin until the flag of rank t is at least as large as asked for, or until the time is up.
+#
+#     $1  address of rank 0's flag    $2  bytes from one rank's flag to the next
+#     $3  least value                 $4  W
+#     $5  address of the error code   $6  nanoseconds until the program gives up
+#
+# The first look costs no clock. A program that gives up leaves t + 1 at $5, in pinned memory that the host
+# can read afterwards, and traps, which ends the process's use of the device.
 _WAIT = tl.constexpr(
     """
 {
@@ -143,22 +196,30 @@ ready:
 
 
 @triton.jit
-def publish(table, program, rank, sent, read, E: tl.constexpr):
+def publish(table, program, rank, sent, read, CHANNEL: tl.constexpr):
     """Make all earlier accesses of the program visible, then set its data and ack flags on every rank.
 
     A fence waits for every store on its way: best some time after the last one, and one for both flags.
+
+    Args:
+        table: int64[W], the address of every rank's memory.
+        program: number of the program.
+        rank: of this process.
+        sent: int64 value of the data flag: steps whose tiles have been sent.
+        read: int64 value of the ack flag: steps whose tiles have been read, and whose sums have been sent.
+        CHANNEL: ``ChannelShape``.
     """
-    tl.debug_barrier()
+    tl.debug_barrier()  # every thread's accesses come before the fence of the threads that write flags
     tl.inline_asm_elementwise(
         _PUBLISH,
         "=r,l,l,l,l,l,r",
         [
             table.to(tl.int64),
-            data_flag(program, rank, E),
+            data_flag(program, rank, CHANNEL),
             sent,
-            ack_flag(program, rank, E),
+            ack_flag(program, rank, CHANNEL),
             read,
-            tl.full((), E.W, tl.int32),
+            tl.full((), CHANNEL.W, tl.int32),
         ],
         dtype=tl.int32,
         is_pure=False,
@@ -167,48 +228,70 @@ def publish(table, program, rank, sent, read, E: tl.constexpr):
 
 
 @triton.jit
-def wait(flags, value, error, timeout, E: tl.constexpr):
-    """Until the program's flags from all ranks, rank 0's at address ``flags``, are at least ``value``."""
-    stride = tl.full((), E.PROGRAMS * 8, tl.int32)
+def wait(flags, value, error, timeout, CHANNEL: tl.constexpr):
+    """Wait until the program's flags from all ranks are at least ``value``.
+
+    Args:
+        flags: address of the flag that rank 0 writes, int64.
+        value: int64 number of steps.
+        error: address of the pinned int32 for the rank that is given up, int64.
+        timeout: nanoseconds, int64.
+        CHANNEL: ``ChannelShape``.
+    """
+    stride = tl.full((), CHANNEL.PROGRAMS * FLAG_BYTES, tl.int32)
     tl.inline_asm_elementwise(
         _WAIT,
         "=r,l,r,l,r,l,l",
-        [flags, stride, value, tl.full((), E.W, tl.int32), error, timeout],
+        [flags, stride, value, tl.full((), CHANNEL.W, tl.int32), error, timeout],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # only W threads have waited; the others must not read before them
 
 
 def tile_of(config: CodecConfig, device: Device) -> int:
-    """Values of a tile: as many as encode's and decode's own kernels hold, and with as many warps, so that
-    sums over a group have the same bits."""
+    """Values of a tile: as many as encode's and decode's own kernels hold.
+
+    With as many warps too, sums over a group run in the same order here and there, and give the same bits.
+    """
     return tuning_for("encode", config, device).tile
 
 
 def tile_bytes(config: CodecConfig, tile: int) -> int:
     """Bytes that ``tile`` values are sent in; of dual scales the step alone, all that a decoder uses."""
-    saved = STEP_BYTES if config.scales == "dual" else 0
-    lists = tile // BLOCK * LIST_BYTES if config.outliers else 0
-    return tile // config.group_size * (config.bytes_per_group() - saved) + lists
+    group_bytes = config.bytes_per_group()
+    if config.scales == "dual":
+        group_bytes -= STEP_BYTES
+    size = tile // config.group_size * group_bytes
+    if config.outliers:
+        size += tile // BLOCK * LIST_BYTES
+    return size
 
 
 @lru_cache
 def slot_bytes() -> int:
     """Bytes of a slot: the largest tile of any device in the largest wire format there is."""
-    configs = [CodecConfig(f, g, outliers=True) for f in FORMATS for g in GROUP_SIZES]
-    return max(tile_bytes(config, tuning_of("encode", config).tile) for config in configs)
+    sizes = []
+    for format, group_size in product(FORMATS, GROUP_SIZES):
+        config = CodecConfig(format, group_size, outliers=True)
+        sizes.append(tile_bytes(config, tuning_of("encode", config).tile))
+    return max(sizes)
 
 
 @lru_cache
 def channel_shape(world_size: int, programs: int) -> ChannelShape:
     """Compile-time constants of a channel for ``programs`` programs."""
-    slot, flags = slot_bytes(), 2 * world_size * programs * 8
-    sizes = dict(
-        SLOT=slot, SLOTS_AT=aligned(flags, 1024), AREA=programs * DEPTH * world_size * slot
+    slot = slot_bytes()
+    flags = 2 * world_size * programs * FLAG_BYTES.value
+    return ChannelShape.of(
+        W=world_size,
+        PROGRAMS=programs,
+        DEPTH=DEPTH,
+        SLOT=slot,
+        SLOTS_AT=aligned(flags, SLOTS_ALIGNMENT),
+        AREA=programs * DEPTH * world_size * slot,
     )
-    return ChannelShape.of(W=world_size, PROGRAMS=programs, DEPTH=DEPTH, **sizes)
 
 
 def channel_bytes(world_size: int, programs: int) -> int:
@@ -222,7 +305,8 @@ class Channel:
 
     Args:
         addresses: where each rank's ``channel_bytes`` of zeros start, as this rank's device sees it.
-        rank, device: of the caller.
+        rank: of the caller.
+        device: of the caller.
         programs: that may run at once, the same on every rank.
         timeout: seconds that a program waits for a peer before it gives up.
     """
@@ -230,25 +314,29 @@ class Channel:
     def __init__(
         self, addresses: list[int], rank: int, device: torch.device, programs: int, timeout: float
     ) -> None:
-        self.rank, self.world_size, self.programs, self.device = (
-            rank,
-            len(addresses),
-            programs,
-            device,
-        )
-        self.memory, self.timeout_ns = addresses[rank], int(timeout * 1e9)
+        self.rank = rank
+        self.world_size = len(addresses)
+        self.programs = programs
+        self.device = device
+        self.memory = addresses[rank]
+        self.timeout_ns = int(timeout * 1e9)
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self.steps = torch.zeros(programs, dtype=torch.int64, device=device)  # done so far
-        # pinned: 1 + the rank that a program gave up waiting for, else 0
+        # Steps of each program since the channel's creation. Kernels read and write them; the host never does.
+        self.steps = torch.zeros(programs, dtype=torch.int64, device=device)
+        # Pinned: 1 + the rank that a program gave up waiting for, else 0. Kernels write it, also after a trap
+        # has made the device useless, and the host reads it without a synchronisation.
         self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.error_address = self._error.data_ptr()
-        self._error_code = ctypes.c_int32.from_address(
-            self.error_address
-        )  # is read faster than the tensor
-        self.plans: dict = {}  # of collectives.py, for calls to come
+        # The same number, read as a ctypes integer: a tensor's ``item()`` takes microseconds a call.
+        self._error_code = ctypes.c_int32.from_address(self.error_address)
+        self.plans: dict = {}  # launches that collectives.py has prepared, for calls to come
 
     def check(self) -> None:
-        """Raise SymmetricMemoryError if an earlier call gave up waiting. Does not synchronise."""
+        """Fail if an earlier call gave up waiting. Does not synchronise.
+
+        Raises:
+            SymmetricMemoryError: a peer did not answer in time.
+        """
         if code := self._error_code.value:
             raise SymmetricMemoryError(
                 f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s for rank {code - 1} of its group in a "

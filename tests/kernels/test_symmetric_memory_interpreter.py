@@ -36,17 +36,17 @@ def use_python_flags() -> None:
     def value(x) -> int:
         return int(x.handle.data.item()) if hasattr(x, "handle") else int(getattr(x, "value", x))
 
-    def publish(table, program, rank, sent, read, E) -> None:
-        for base in (ctypes.c_uint64 * E.W.value).from_address(value(table)):
+    def publish(table, program, rank, sent, read, CHANNEL) -> None:
+        for base in (ctypes.c_uint64 * CHANNEL.W.value).from_address(value(table)):
             for at, steps in ((channel.data_flag, sent), (channel.ack_flag, read)):
-                ctypes.c_uint64.from_address(base + value(at(program, rank, E))).value = value(
-                    steps
-                )
+                ctypes.c_uint64.from_address(
+                    base + value(at(program, rank, CHANNEL))
+                ).value = value(steps)
 
-    def wait(flags, target, error, timeout, E) -> None:
+    def wait(flags, target, error, timeout, CHANNEL) -> None:
         deadline = time.monotonic() + value(timeout) / 1e9
-        for rank in range(E.W.value):
-            address = value(flags) + rank * E.PROGRAMS.value * 8
+        for rank in range(CHANNEL.W.value):
+            address = value(flags) + rank * CHANNEL.PROGRAMS.value * 8
             while ctypes.c_int64.from_address(address).value < value(target):
                 assert time.monotonic() < deadline, (
                     f"waited for rank {rank}'s flag to be {value(target)}"

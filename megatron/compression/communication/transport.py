@@ -24,6 +24,7 @@ from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.overflow import Overflow
 from megatron.compression.communication.work import Work, join
 from megatron.compression.errors import CompressionConfigError
+from taco_kernels.common.host import host_identity
 
 OnSend = Callable[[str, int], Any]
 """Called with (operation, bytes this rank sends) for every call of the backend."""
@@ -387,13 +388,12 @@ def over_tcp(group: dist.ProcessGroup) -> bool:
     and on one host where NCCL's variables leave nothing else. Collective, the same on every rank."""
     if dist.get_backend(group) != "nccl":
         return False
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    host = boot.read_text().strip() if boot.exists() else os.uname().nodename
     adapters = Path("/sys/class/infiniband")
     infiniband = (
         os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
     )
     hosts, sockets, fast = zip(
-        *gather_objects((host, len(_own_disabled()) == 2, infiniband), group), strict=True
+        *gather_objects((host_identity(), len(_own_disabled()) == 2, infiniband), group),
+        strict=True,
     )
     return not all(fast) and (len(set(hosts)) > 1 or all(sockets))
