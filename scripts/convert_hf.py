@@ -74,7 +74,7 @@ def export_model(load: str, like: Path, folder: Path, dtype: str | None) -> None
         model = models.model_from_config(config)
         weights.write(session.chunks[0], model, folder, DTYPES[config["torch_dtype"]])
     for file in like.iterdir():
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != weights.INDEX:
+        if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != weights.INDEX_FILE:
             shutil.copy(file, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     print(f"exported {load} ({model.family}, {config['torch_dtype']}) to {folder}", flush=True)

@@ -148,12 +148,50 @@ def test_errors_name_the_flag(arguments, message) -> None:
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type 'llama3'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number"),
+        ({"num_attention_heads": None}, "num_attention_heads must be a whole number"),
+        (
+            {"num_attention_heads": "4"},
+            "num_attention_heads must be a whole number from 1 on, not '4'",
+        ),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers must be"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be"),
+        ({"hidden_size": 3583}, "hidden_size 3583 must be a multiple of num_attention_heads 28"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number above 0, not inf"),
+        ({"rope_theta": float("nan")}, "rope_theta must be"),
+        ({"rope_theta": "1e6"}, "rope_theta must be a number above 0, not '1e6'"),
+        ({"rope_theta": 1e6 + 0.5}, "rope_theta must be a whole number"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"layer_types": 3}, "layer_types other than full_attention"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types other than full_attention"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number"),
     ],
 )
 def test_configs_that_are_not_covered_are_refused(change, message) -> None:
     config = config_of(MODELS["2.5-7b"]) | change
     with pytest.raises(InputError, match=message):
         model_from_config(config)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"null", b'{"model_type": "qw', b"\xff\xfe", b"[" * 100_000],
+    ids=["a list", "null", "cut off", "not UTF-8", "nested too deeply"],
+)
+def test_a_config_that_cannot_be_read_is_one_line(content: bytes, tmp_path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"config\.json .*download it again") as error:
+        find_model(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"weight_map": []}', b"{"])
+def test_an_index_that_cannot_be_read_is_one_line(content: bytes, tmp_path) -> None:
+    model = model_from_config(config_of(MODELS["3-8b"]))
+    (tmp_path / weights.INDEX_FILE).write_bytes(content)
+    with pytest.raises(InputError, match=r"index\.json cannot be read .*download it again"):
+        weights.read(torch.nn.Module(), model, tmp_path)
 
 
 def test_llama_3_1_is_a_folder() -> None:
@@ -170,8 +208,8 @@ def test_missing_files_and_other_tensors_are_named(tmp_path) -> None:
         model_from_config(config_of(MODELS["3-8b"]) | {"model_type": "llama"}),
         torch.nn.Module(),
     )
-    with pytest.raises(InputError, match=weights.SINGLE):
+    with pytest.raises(InputError, match=weights.SINGLE_FILE):
         weights.read(chunk, model, tmp_path)
-    save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE)
+    save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE_FILE)
     with pytest.raises(InputError, match="a llama model differ in tensors: a, lm_head"):
         weights.read(chunk, model, tmp_path)

@@ -6,7 +6,6 @@ projection's.
 """
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -24,17 +23,19 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 
-from megatron.compression.errors import InputError, require_extra
+from megatron.compression.errors import InputError, first_line, require_extra
+from megatron.compression.files import read_json
 from megatron.compression.huggingface.models import DenseModel, add_qwen_arguments, expand
 from megatron.compression.setup import add_arguments, complete
 from megatron.compression.startup import entrypoint
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Of the parser, without effect on weights.
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 _FILLERS = """--mock-data --tokenizer-type NullTokenizer --ckpt-format torch_dist --micro-batch-size 1
     --seq-length 16 --train-iters 1 --lr 0 --transformer-impl local --no-load-optim --no-load-rng
     --no-save-optim --no-save-rng"""
-_PRECISION = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"], torch.float32: []}
+"""Flags that Megatron's parser asks for, without effect on weights."""
+_PRECISION_FLAGS = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"], torch.float32: []}
 
 _LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
@@ -44,7 +45,8 @@ _LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
-_OF_FAMILY = {
+"""Megatron's parameter of a layer -> the Hugging Face tensors that it is made of."""
+_LAYER_OF_FAMILY = {
     "qwen2": {
         "self_attention.linear_qkv.bias": tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
     },
@@ -54,100 +56,156 @@ _OF_FAMILY = {
     },
     "llama": {},
 }
+"""Parameters of a layer that one family alone has."""
 
 
 def sources(model: DenseModel) -> dict[str, tuple[str, ...]]:
-    """The Hugging Face tensors of each Megatron parameter of a model in one stage."""
-    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
-    found = {"embedding.word_embeddings.weight": (embedding,)}
+    """Return the Hugging Face tensors of each Megatron parameter of a model in one stage."""
+    tensors: dict[str, tuple[str, ...]] = {
+        "embedding.word_embeddings.weight": ("model.embed_tokens.weight",)
+    }
+    rules = _LAYER | _LAYER_OF_FAMILY[model.family]
     for layer in range(model.layers):
-        rules = _LAYER | _OF_FAMILY[model.family]
-        prefix = f"model.layers.{layer}"
-        found |= {
-            f"decoder.layers.{layer}.{name}": tuple(f"{prefix}.{one}" for one in tensors)
-            for name, tensors in rules.items()
-        }
-    found["decoder.final_layernorm.weight"] = ("model.norm.weight",)
-    return found if model.tied else found | {"output_layer.weight": (output,)}
+        for parameter, parts in rules.items():
+            names = tuple(f"model.layers.{layer}.{part}" for part in parts)
+            tensors[f"decoder.layers.{layer}.{parameter}"] = names
+    tensors["decoder.final_layernorm.weight"] = ("model.norm.weight",)
+    if not model.tied:
+        tensors["output_layer.weight"] = ("lm_head.weight",)
+    return tensors
 
 
 def merge(tensors: list[torch.Tensor], model: DenseModel) -> torch.Tensor:
-    """A parameter of its Hugging Face tensors: three are q, k and v, two gate and up, weights or biases."""
+    """Return the Megatron parameter of its Hugging Face tensors, weights ``[rows, ...]`` or biases.
+
+    Args:
+        tensors: three are q, k and v; two are gate and up; one is the parameter itself.
+        model: whose query groups order the rows of q, k and v.
+    """
     if len(tensors) == 3:
-        return torch.cat(
-            [tensor.unflatten(0, (model.groups, -1)) for tensor in tensors], dim=1
-        ).flatten(0, 1)
+        by_group = [tensor.unflatten(0, (model.groups, -1)) for tensor in tensors]
+        return torch.cat(by_group, dim=1).flatten(0, 1)
     return torch.cat(tensors)
 
 
 def split(parameter: torch.Tensor, parts: int, model: DenseModel) -> list[torch.Tensor]:
-    """The inverse of ``merge``, padding of the vocabulary cut off."""
+    """Return the Hugging Face tensors of a Megatron parameter: the inverse of ``merge``.
+
+    Args:
+        parameter: ``[rows, ...]``, without padding of the vocabulary.
+        parts: 3 for q, k and v; 2 for gate and up; 1.
+        model: whose query groups order the rows of q, k and v.
+    """
     if parts == 3:
-        sizes = [model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim]
+        rows_of_q = model.heads // model.groups * model.head_dim
+        sizes = [rows_of_q, model.head_dim, model.head_dim]
         by_group = parameter.unflatten(0, (model.groups, -1)).split(sizes, dim=1)
         return [part.flatten(0, 1) for part in by_group]
-    return list(parameter.chunk(2)) if parts == 2 else [parameter]
+    if parts == 2:
+        return list(parameter.chunk(2))
+    return [parameter]
 
 
 def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
-    """Copy a folder's tensors into a model of one process, each cast to its parameter's dtype."""
+    """Copy a folder's tensors into a model of one process, each cast to its parameter's dtype.
+
+    Args:
+        chunk: the whole model, built by Megatron.
+        model: its sizes.
+        folder: holds safetensors files, with an index if there are several.
+
+    Raises:
+        InputError: a file is missing, or the folder has other tensors than the model.
+    """
     require_extra("safetensors", "huggingface", f"reading {folder}")
     from safetensors import safe_open
 
-    index = folder / INDEX
-    names = (
-        set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
-    )
-    if missing := [name for name in sorted(names) if not (folder / name).is_file()]:
-        raise InputError(
-            f"{folder} has no {missing[0]}; save the model with safe_serialization=True"
-        )
-    files = {name: safe_open(folder / name, "pt") for name in names}
-    held = {tensor: file for file in files.values() for tensor in file.keys()}
-    expected = sources(model)
-    wanted = {one for tensors in expected.values() for one in tensors}
+    files = {name: safe_open(folder / name, "pt") for name in _weight_files(folder)}
+    file_of = {tensor: file for file in files.values() for tensor in file.keys()}
     if model.tied:
-        held.pop("lm_head.weight", None)
-    if other := sorted(wanted.symmetric_difference(held)):
+        file_of.pop("lm_head.weight", None)  # some folders store the embedding twice
+    expected = sources(model)
+    expected_tensors = {tensor for tensors in expected.values() for tensor in tensors}
+    if different := sorted(expected_tensors.symmetric_difference(file_of)):
         raise InputError(
-            f"{folder} and a {model.family} model differ in tensors: {', '.join(other[:5])}"
+            f"{folder} and a {model.family} model differ in tensors: {', '.join(different[:5])}"
         )
     for name, parameter in chunk.named_parameters():
-        rows = parameter[: model.vocabulary] if "layers" not in name else parameter
-        parameter.data.zero_()
-        rows.data.copy_(merge([held[one].get_tensor(one) for one in expected[name]], model))
+        tensors = [file_of[tensor].get_tensor(tensor) for tensor in expected[name]]
+        parameter.data.zero_()  # rows that pad the vocabulary
+        _rows_of_file(name, parameter, model).data.copy_(merge(tensors, model))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Return the names of a folder's safetensors files.
+
+    Raises:
+        InputError: one is missing, or the index is not readable.
+    """
+    index = folder / INDEX_FILE
+    names = {SINGLE_FILE}
+    if index.is_file():
+        try:
+            names = set(read_json(index)["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{index} cannot be read ({first_line(error)}); download it again"
+            ) from None
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder} has no {name}; save the model with safe_serialization=True")
+    return sorted(names)
+
+
+def _rows_of_file(name: str, parameter: torch.Tensor, model: DenseModel) -> torch.Tensor:
+    """Return the rows of a parameter that files have: embeddings without the vocabulary's padding."""
+    return parameter if "layers" in name else parameter[: model.vocabulary]
 
 
 def write(chunk: torch.nn.Module, model: DenseModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write a model of one process as safetensors files of up to 5 GB with their index."""
+    """Write a model of one process as safetensors files of up to 5 GB with their index.
+
+    Args:
+        chunk: the whole model, built by Megatron.
+        model: its sizes.
+        folder: where the files go.
+        dtype: of the tensors in the files.
+    """
     require_extra("huggingface_hub", "huggingface", f"writing {folder}")
     from huggingface_hub import save_torch_state_dict
 
-    held: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for name, tensors in sources(model).items():
-        parameter = chunk.get_parameter(name).data
-        whole = parameter if "layers" in name else parameter[: model.vocabulary]
-        for tensor, part in zip(tensors, split(whole, len(tensors), model), strict=True):
-            held[tensor] = part.to(dtype).contiguous().clone()  # safetensors refuses shared memory
-    save_torch_state_dict(held, folder)
+        rows = _rows_of_file(name, chunk.get_parameter(name).data, model)
+        for tensor, part in zip(tensors, split(rows, len(tensors), model), strict=True):
+            state[tensor] = part.to(dtype).contiguous().clone()  # safetensors refuses shared memory
+    save_torch_state_dict(state, folder)
 
 
 @contextlib.contextmanager
 def built(
     name: str, dtype: torch.dtype, flags: list[str] | None = None
 ) -> Iterator[SimpleNamespace]:
-    """Megatron's global state around a model, of ``--qwen-model``, with weights of no meaning: ``args``,
-    ``chunks``, ``groups``. A process group that is there already is used and left; ``flags`` win."""
-    for variable, value in {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29400",
-        "RANK": "0",
-    }.items():
-        os.environ.setdefault(variable, value)
-    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.setdefault(variable, "1")
-    words = ["--qwen-model", name, *_FILLERS.split(), *_PRECISION[dtype], *(flags or [])]
-    previous, sys.argv = sys.argv, [sys.argv[0], *expand(words)[0]]
+    """Build a model in Megatron's global state, with weights of no meaning; undo both at the end.
+
+    A process group that is there already is used and left.
+
+    Args:
+        name: the model, as ``--qwen-model`` takes it.
+        dtype: of its parameters.
+        flags: further flags of Megatron's, which win.
+
+    Yields:
+        A namespace with ``args``, ``chunks`` and ``groups``.
+    """
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29400")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+    words = ["--qwen-model", name, *_FILLERS.split(), *_PRECISION_FLAGS[dtype], *(flags or [])]
+    command_line = sys.argv
+    sys.argv = [sys.argv[0], *expand(words)[0]]
     owns_process_group = not torch.distributed.is_initialized()
     try:
         args = entrypoint.parse_arguments(lambda parser: add_qwen_arguments(add_arguments(parser)))
@@ -161,7 +219,7 @@ def built(
         )
         yield SimpleNamespace(args=args, chunks=unwrap_model(chunks), groups=groups)
     finally:
-        sys.argv = previous
+        sys.argv = command_line
         destroy_global_vars()
         destroy_num_microbatches_calculator()
         destroy_rerun_state_machine()
