@@ -16,13 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-FLAGS = {
-    "tensor": "--tp-compression",
-    "data": "--dp-compression",
-    "context": "--cp-compression",
-    "expert": "--ep-compression",
-    "pipeline": "--pp-compression",
-}
+from megatron.compression.names import PARALLELISMS  # noqa: E402
+
+FLAGS = {kind.name.removesuffix("_parallel"): kind.flag for kind in PARALLELISMS.values()}
 """By dimension: the flag that takes a setting's specs."""
 SETTINGS_HELP = (
     'none, a spec (int6:group=64), two ("int4 int6": forward and backward, or gradients and weights), with '

@@ -82,7 +82,7 @@ def attach(
         )
     model = getattr(cfg.model, "transformer", cfg.model)
     having = [one for one in (model, cfg.comm_overlap) if getattr(one, "tp_comm_overlap", False)]
-    for line in {line for one in having for line in config.without_user_buffers(one)}:
+    for line in {line for one in having for line in config.disable_user_buffers(one)}:
         print_on_first_rank(f"compression: {line}")
     gaps.use_shipped_helpers()
     gaps.make_torch_adam_resumable()

@@ -1,4 +1,16 @@
-"""Everything that the settings say about compression: one frozen dataclass of the dimensions'."""
+"""Everything that the settings say about compression: one frozen dataclass of the dimensions'.
+
+    from megatron.compression import CompressionConfig, DataParallelConfig, TensorParallelConfig
+
+    CompressionConfig(
+        tensor_parallel=TensorParallelConfig(compression="taco"),
+        data_parallel=DataParallelConfig(compression="int8", weights="lossless"),
+        start_iteration=100,
+    )
+
+On the command line that is ``--taco --dp-compression int8 lossless --compression-start-iteration 100``:
+``flags.resolve`` makes the same object of it.
+"""
 
 import dataclasses
 import difflib
@@ -13,18 +25,25 @@ from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.dimension import DimensionConfig, naming_arguments
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.dimension import DimensionConfig, documented
+from megatron.compression.errors import CompressionConfigError, SettingError, setting, spelled
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
-from megatron.compression.names import COMMUNICATORS, FLAGS, NODE_SIZE
+from megatron.compression.names import (
+    COMMUNICATORS,
+    FLAG_NAMES,
+    FLAGS,
+    NODE_SIZE,
+    PARALLELISMS,
+    PYTHON_NAMES,
+    Names,
+)
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
+from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 TransportChoice = Literal["auto", "collective", "symmetric", "host"]
 
-ACTIVATIONS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+ACTIVATIONS = tuple(name for name in PARALLELISMS if name != "data_parallel")
 """Dimensions that send activations."""
-DIMENSIONS = (*ACTIVATIONS, "data_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,107 +61,155 @@ class CompressionConfig:
     """Dimensions (names of the fields above) that are decided at the start, by timing the run's own messages
     (``--compression auto``)."""
 
-    loss_budget: float | None = None
-    """Percent of validation loss that ``--compression auto`` may spend, over all dimensions together; by
-    default 0.1."""
+    loss_budget: float | None = documented(
+        None,
+        "How much validation loss --compression auto may spend over all dimensions together, in percent "
+        "(default: 0.1).",
+    )
 
-    start_iteration: int | None = None
-    """Iterations that run uncompressed first; by default a codec's own choice, which is none but for TAGC."""
+    start_iteration: int | None = documented(
+        None,
+        "Number of uncompressed iterations at the start (default: 0; TAGC: a fifth of the run, at most 1000).",
+    )
 
-    transport: TransportChoice = "auto"
-    """How payloads travel: collective = torch.distributed; symmetric = one kernel a collective over the
-    memory of the ranks' GPUs, on one host with peer access, for tensor and context parallelism; host = by
-    copy engines through the host's memory, what stays on one host; auto = symmetric where possible, host on
-    a host without peer access. The results have the same bits."""
+    transport: TransportChoice = documented(
+        "auto",
+        "How payloads travel; the results have the same bits. collective = torch.distributed. symmetric = "
+        "one kernel for each collective, over the memory of the GPUs of one host with peer access; tensor and "
+        "context parallelism only. host = through pinned host memory by the copy engines (only between GPUs "
+        "of one host). auto = symmetric where possible, host on a host without peer access, else collective.",
+    )
 
     communicators: int = 0
     """Communicators over which torch.distributed sends each payload, a share on each: one alone does not
     fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere. A command line sets it by
     MEGATRON_COMPRESSION_COMMUNICATORS."""
 
-    error_bound: float | None = None
-    """Relative error of one encoding beyond which a layer's tensor-parallel or context-parallel traffic goes
-    uncompressed."""
+    error_bound: float | None = documented(
+        None,
+        "Largest relative error of one encoding, such as 0.05. A layer whose tensor-parallel or "
+        "context-parallel messages exceed it sends them uncompressed from then on.",
+    )
 
-    validate_uncompressed: bool = False
-    """Evaluation sends activations uncompressed, whatever training does."""
+    validate_uncompressed: bool = documented(
+        False, "Send activations uncompressed during evaluation, whatever training does."
+    )
 
-    report: str | None = None
-    """Folder of the report."""
+    report: str | None = documented(None, "Folder that the report is written to.")
 
     def __post_init__(self) -> None:
-        with naming_arguments():
-            self._validate()
+        """Check the values. Raises: SettingError: one is impossible, or would silently do nothing."""
+        with spelled(PYTHON_NAMES):
+            self._check_values()
             self._refuse_idle()
 
-    def _validate(self) -> None:
-        choices, bound = get_args(TransportChoice), self.error_bound
-        known, finite = (
-            self.transport in choices,
-            bound is None or (math.isfinite(bound) and bound > 0),
-        )
-        budget = 0 if self.loss_budget is None else self.loss_budget
-        for name, valid, wanted in (
-            ("transport", known, f"is unknown; choose one of {', '.join(choices)}"),
-            ("start_iteration", (self.start_iteration or 0) >= 0, "must be an iteration >= 0"),
-            ("error_bound", finite, "must be a relative error > 0, such as 0.05"),
-            ("report", self.report != "", "must be a folder; name one, or drop the flag"),
-            ("loss_budget", 0 <= budget < math.inf, "must be a percentage >= 0, such as 0.1"),
-        ):
+    def _check_values(self) -> None:
+        """Refuse values that are impossible whatever is compressed."""
+
+        def require(name: str, valid: bool, reason: str, fix: str) -> None:
             if not valid:
-                flag = f"--compression-{name.replace('_', '-')}"
-                raise CompressionConfigError(f"{flag} {getattr(self, name)} {wanted}")
-        fraction = self.caat_net.sync_fraction
-        if self.tensor_parallel.halves and fraction < 1:
-            raise CompressionConfigError(
-                f"--caat-net-sync-fraction {fraction:g} has layers that halves do not cover; drop it or "
-                f"{HALVES}"
+                raise SettingError(name, getattr(self, name), reason, fix)
+
+        transports = get_args(TransportChoice)
+        require(
+            "transport",
+            self.transport in transports,
+            "is unknown",
+            f"choose one of {', '.join(transports)}",
+        )
+        require(
+            "start_iteration",
+            self.start_iteration is None or self.start_iteration >= 0,
+            "must be an iteration >= 0",
+            "give 0 to compress from the first on",
+        )
+        require(
+            "error_bound",
+            self.error_bound is None or 0 < self.error_bound < math.inf,
+            "must be a relative error > 0",
+            "give a number such as 0.05",
+        )
+        require("report", self.report != "", "must be a folder", "name one, or drop the flag")
+        require(
+            "loss_budget",
+            self.loss_budget is None or 0 <= self.loss_budget < math.inf,
+            "must be a percentage >= 0",
+            "give a number such as 0.1",
+        )
+        if self.tensor_parallel.halves and self.caat_net.enabled:
+            raise SettingError(
+                "caat_net.sync_fraction",
+                f"{self.caat_net.sync_fraction:g}",
+                "has layers that halves do not cover",
+                f"drop it or {setting('tensor_parallel.overlap')} halves",
             )
 
     def _refuse_idle(self) -> None:
         """Refuse a setting that would silently do nothing."""
+
+        def require(name: str, given: bool, used: bool, users: str) -> None:
+            """Refuse the setting ``name`` where it is given and nothing uses it; ``users`` could be added."""
+            if given and not used:
+                value = getattr(self, name) if name == "transport" else None
+                reason = "given, but nothing uses it"
+                path = "tensor_parallel.min_mb" if name == "min_mb" else name
+                raise SettingError(path, value, reason, f"add {users}, or drop it")
+
+        tensor = setting("tensor_parallel.compression")
+        context = setting("context_parallel.compression")
+        experts = setting("expert_parallel.compression")
+        stages = setting("pipeline_parallel.compression")
+        data = setting("data_parallel.compression")
+        # What --compression auto will choose is not known yet: it may use any of these.
         undecided = bool(self.auto)
-        activations = undecided or any(getattr(self, part).enabled for part in ACTIVATIONS)
-        sites = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
-        rows = (
-            self.data_parallel.enabled or self.expert_parallel.enabled
-        )  # which no fused kernel sends
-        fused = self.transport == "symmetric"
-        layers = "--taco or --cp-compression"
-        senders = layers if fused else "--taco, --cp-, --ep- or --dp-compression"
-        evaluated = "--taco, --pp-compression or --ep-compression"
-        transport, transported = (
-            f"--compression-transport {self.transport}",
-            sites or (rows and not fused),
+        compresses = undecided or self.enabled
+        layers = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
+        buckets_or_tokens = self.data_parallel.enabled or self.expert_parallel.enabled
+
+        require(
+            "min_mb",
+            given=any(part.min_mb is not None for part in self.dimensions),
+            used=compresses,
+            users=tensor,
         )
-        least = any(part.min_mb is not None for part in self.dimensions)
-        for given, needed, flag, fix in (
-            (least, self.enabled or undecided, "--compression-min-mb", "--taco"),
-            (
-                self.loss_budget is not None,
-                undecided,
-                "--compression-loss-budget",
-                "--compression auto",
-            ),
-            (self.validate_uncompressed, activations, "--validate-uncompressed", evaluated),
-            (self.error_bound, sites, "--compression-error-bound", layers),
-            (
-                self.start_iteration,
-                self.enabled or undecided,
-                "--compression-start-iteration",
-                "--taco",
-            ),
-            (self.transport != "auto", transported, transport, senders),
-        ):
-            if given and not needed:
-                raise CompressionConfigError(
-                    f"{flag} given, but nothing uses it; add {fix}, or drop it"
-                )
+        require(
+            "loss_budget",
+            given=self.loss_budget is not None,
+            used=undecided,
+            users=setting("auto"),
+        )
+        require(
+            "validate_uncompressed",
+            given=self.validate_uncompressed,
+            used=undecided or any(getattr(self, name).enabled for name in ACTIVATIONS),
+            users=f"{tensor}, {stages} or {experts}",
+        )
+        require(
+            "error_bound",
+            given=self.error_bound is not None,
+            used=layers,
+            users=f"{tensor} or {context}",
+        )
+        require(
+            "start_iteration",
+            given=bool(self.start_iteration),
+            used=compresses,
+            users=tensor,
+        )
+        if self.transport == "symmetric":  # its kernels send neither buckets nor tokens
+            require("transport", given=True, used=layers, users=f"{tensor} or {context}")
+        else:
+            require(
+                "transport",
+                given=self.transport != "auto",
+                used=layers or buckets_or_tokens,
+                users=f"{tensor}, {context}, {experts} or {data}",
+            )
 
     @property
     def dimensions(self) -> list[DimensionConfig]:
         """The settings of each dimension."""
-        return [getattr(self, name) for name in DIMENSIONS]
+        return [getattr(self, name) for name in PARALLELISMS]
 
     @property
     def enabled(self) -> bool:
@@ -155,85 +222,117 @@ class CompressionConfig:
         return {traffic: rule for part in parts for traffic, rule in part.items()}
 
     def check(self, args: Namespace) -> None:
-        """Raises: CompressionConfigError: what cannot be honoured together with Megatron's flags."""
+        """Refuse what cannot be honoured together with Megatron's arguments.
+
+        Raises: SettingError: with the reason and the fix.
+        """
         for part in self.dimensions:
             part.check(args)
         self.caat_net.check(args)
         graphs.refuse_later_decisions(args, self)
         last = None if getattr(args, "skip_train", False) else train_iterations(args)
         if last and self.start_iteration is not None and self.start_iteration >= last:
-            raise CompressionConfigError(
-                f"--compression-start-iteration {self.start_iteration} is not before the last of {last} "
-                "iterations, so nothing would be compressed; lower it"
+            raise SettingError(
+                "start_iteration",
+                self.start_iteration,
+                f"is not before the last of {last} iterations, so nothing would be compressed",
+                "lower it",
             )
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
         return {**dataclasses.asdict(self), "auto": list(self.auto)}
 
-    def without_user_buffers(self, args: Namespace) -> list[str]:
-        """Switch ``--tp-comm-overlap`` off in Megatron's arguments where it would send past the codecs; a
-        line for the log, if so."""
+    def disable_user_buffers(self, args: Namespace) -> list[str]:
+        """Switch ``--tp-comm-overlap`` off in Megatron's arguments where it would send past the codecs.
+
+        Returns: a line for the log if that was done.
+        """
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
-        settings = vars(args)
-        settings |= {
-            one: False for one in settings if one.startswith("tp_comm_") and settings[one] is True
-        }
+        for name, value in list(vars(args).items()):
+            if name.startswith("tp_comm_") and value is True:
+                setattr(args, name, False)
         return [
-            "--tp-comm-overlap is switched off: userbuffers send past the codecs, and kept without them they "
-            "took 311 to 381 ms an iteration and a gradient norm of 92, where NCCL took 284 ms and had 1"
+            "--tp-comm-overlap is switched off: its userbuffers send past the codecs. Leave it out to "
+            "silence this line"
         ]
 
-    def describe(self, args: Namespace) -> list[str]:
-        """Lines for the log: what travels how, and what has no effect here."""
+    def describe(self, args: Namespace, names: Names | None = None) -> list[str]:
+        """Describe for the log what is sent in which codec, and what has no effect here.
+
+        Args:
+            args: Megatron's arguments.
+            names: what the user types for settings; by default the flags of the command line, ``--taco``
+                among them where ``args`` has it.
+        """
         lines = [line for part in self.dimensions for line in part.lines(args)]
         lines += self.caat_net.lines(args)
         lines += graphs.lines(args, self)
-        for name, number in (
-            (COMMUNICATORS, self.communicators),
-            (NODE_SIZE, self.data_parallel.node_size),
-        ):
-            if number:
-                lines.append(f"{name}={number}")
+        if self.communicators:
+            lines.append(f"{COMMUNICATORS}={self.communicators}")
+        if self.data_parallel.node_size:
+            lines.append(f"{NODE_SIZE}={self.data_parallel.node_size}")
         if self.enabled and self.start_iteration:
-            lines.append(f"everything goes uncompressed up to iteration {self.start_iteration}")
+            lines.append(f"iterations 1 to {self.start_iteration} are uncompressed")
         if self.error_bound is not None:
-            lines.append(f"a layer compresses while its error is at most {self.error_bound:g}")
+            lines.append(
+                f"a layer whose relative error exceeds {self.error_bound:g} is sent uncompressed from then on"
+            )
         if self.validate_uncompressed:
             parts = [getattr(self, name) for name in ACTIVATIONS]
-            sent = any(part.enabled and part.ranks(args) > 1 for part in parts)
-            effect = "evaluation sends activations uncompressed (--validate-uncompressed)"
-            idle = "--validate-uncompressed has no effect here: no activations are sent compressed"
-            lines.append(effect if sent else idle)
-        return lines
+            if any(part.enabled and part.ranks(args) > 1 for part in parts):
+                lines.append(
+                    f"evaluation sends activations uncompressed ({setting('validate_uncompressed')})"
+                )
+            else:
+                lines.append(
+                    f"{setting('validate_uncompressed')} has no effect here: no activations are sent "
+                    "compressed"
+                )
+        names = names_on_command_line(args) if names is None else names
+        return [names.resolve(line) for line in lines]
+
+
+def names_on_command_line(args: Namespace) -> Names:
+    """The flags that a user has typed: ``--taco`` stands for ``--tp-compression`` where it was given."""
+    if getattr(args, "taco", None) is None:
+        return FLAG_NAMES
+    return Names({**FLAG_NAMES.settings, "tensor_parallel.compression": "--taco"})
 
 
 def from_environment(name: str) -> int | None:
-    """A number >= 1; None where the variable is not set, or empty. Refuses misspelt variables of ours."""
-    for given in os.environ.keys() - _VARIABLES.keys():
-        if given.startswith("MEGATRON_COMPRESSION_"):
-            (near,) = difflib.get_close_matches(given, _VARIABLES, n=1, cutoff=0.0)
+    """The number >= 1 that a variable of the environment has; None where it is not set, or empty.
+
+    Raises: CompressionConfigError: it is no such number, or a variable of ours is misspelt.
+    """
+    for variable in os.environ.keys() - _VARIABLES.keys():
+        if variable.startswith("MEGATRON_COMPRESSION_"):
+            (near,) = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.0)
             raise CompressionConfigError(
-                f"{given} is unknown; did you mean {near}? If not, unset it"
+                f"{variable} is unknown; did you mean {near}? If not, unset it"
             )
     text = os.environ.get(name, "")
     if not text:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    # Nine digits are more than any cluster has, and fit every integer they are put into.
+    if not (text.isascii() and text.isdecimal() and len(text) < 10) or int(text) < 1:
+        shown = text if len(text) < 20 else f"{text[:20]}..."
         raise CompressionConfigError(
-            f"{name}={text} must be a number >= 1; unset it for the default"
+            f"{name}={shown} must be a number >= 1; unset it for the default"
         )
     return int(text)
 
 
 def train_iterations(args: Namespace) -> int | None:
-    """How long the run is; None where Megatron's flags leave it open."""
-    iterations, samples = getattr(args, "train_iters", None), getattr(args, "train_samples", None)
-    growing = getattr(
+    """How long the run is, in iterations; None where Megatron's flags leave it open."""
+    iterations = getattr(args, "train_iters", None)
+    samples = getattr(args, "train_samples", None)
+    if iterations or not samples or not args.global_batch_size:
+        return iterations
+    if getattr(
         args, "step_batch_size_schedule", None
-    )  # global_batch_size is another one then
-    if iterations or not samples or not args.global_batch_size or growing:
+    ):  # the batch grows: its last size is not known
         return iterations
     return samples // args.global_batch_size
 
@@ -246,18 +345,30 @@ _TYPED = FLAGS | _VARIABLES | {"--compression auto": ("auto",)}
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """``--tp-compression taco -> int6`` for every flag or variable that decides results and differs."""
-    found = []
+    """List the settings that decide results and differ between two stored configs.
+
+    Args:
+        saved: what ``CompressionConfig.asdict`` gave when a checkpoint was written.
+        now: the same of this run.
+
+    Returns: ``--tp-compression taco -> int6`` for each flag or variable.
+    """
+    changes = []
     for name, paths in _TYPED.items():
-        old, new = (_typed(config, paths) for config in (saved, now))
-        if old and old != new and paths[0].rpartition(".")[2] not in SAME_RESULTS:
-            found.append(f"{name} {old} -> {new}")
-    return found
+        old = _as_typed(saved, paths)
+        new = _as_typed(now, paths)
+        decides_results = paths[0].rpartition(".")[2] not in SAME_RESULTS
+        if old and old != new and decides_results:
+            changes.append(f"{name} {old} -> {new}")
+    return changes
 
 
-def _typed(config: dict[str, Any], paths: tuple[str, ...]) -> str:
+def _as_typed(config: dict[str, Any], paths: tuple[str, ...]) -> str:
     """What a stored config has in a flag's fields, as one types it; empty: it is older than they are."""
-    places = [path.rpartition(".") for path in paths]
-    values = [(config.get(part, {}) if part else config).get(name, "") for part, _, name in places]
-    text = " ".join("default" if value is None else str(value) for value in values).strip()
-    return text.removesuffix(" default")
+    values = []
+    for path in paths:
+        part, _, name = path.rpartition(".")
+        owner = config.get(part, {}) if part else config
+        value = owner.get(name, "")
+        values.append("default" if value is None else str(value))
+    return " ".join(values).strip().removesuffix(" default")

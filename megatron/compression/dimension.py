@@ -3,9 +3,10 @@
 import contextlib
 import math
 import re
+from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,8 +17,292 @@ from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, Codec, par
 from megatron.compression.codecs.recipes import expand
 from megatron.compression.communication.policy import Rule
 from megatron.compression.communication.site import Run
-from megatron.compression.errors import CompressionConfigError, SettingError, naming
-from megatron.compression.names import FLAG_NAMES, FLAGS, PYTHON_NAMES, Names
+from megatron.compression.errors import (
+    CompressionConfigError,
+    SettingError,
+    argument,
+    refused_for,
+    setting,
+    spelled,
+)
+from megatron.compression.names import (
+    FLAG_NAMES,
+    FLAGS,
+    PYTHON_NAMES,
+    Names,
+    Parallelism,
+)
+
+FULL_ITERATION = f"{argument('cuda_graph_impl')} full_iteration"
+"""A graph of a whole iteration, for messages."""
+
+
+def documented(default: Any, text: str) -> Any:
+    """A field of settings with a default and a description, which is that of ``--help``."""
+    return field(default=default, metadata={"help": text})
+
+
+def print_on_first_rank(line: str) -> None:
+    """Print a line on rank 0 of the job, or wherever there is no job."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f" {line}", flush=True)
+
+
+class Dimension:
+    """What one kind of parallelism attaches to a model.
+
+    Args:
+        config: the dimension's settings.
+        run: policy, ledger and transports of the run.
+        log: prints a line; it is called on every rank.
+    """
+
+    def __init__(
+        self, config: Any, run: Run, log: Callable[[str], None] = print_on_first_rank
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.log = log
+
+    def adopt(self, config: Any) -> None:
+        """Use these settings, whose rules the policy has already; before anything is attached."""
+        self.config = config
+
+    def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
+        """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
+
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Hook into the chunks of this stage, before they are wrapped. Collective where compression is on.
+
+        Raises: CompressionConfigError: compression is on and a layer communicates in a way not covered.
+        """
+
+    def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
+        """Hook into the chunks that DDP has wrapped, with all dimensions attached. Collective."""
+
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+        """Put what a resume needs, or where to load it to, into a checkpoint's state dict."""
+
+    def loaded(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``add_state`` saved. Called with every state dict that is read: first with the plain
+        values alone, then with everything."""
+
+
+def codec_of(spec: str | None, path: str) -> Codec | None:
+    """The codec that a setting's value names.
+
+    Args:
+        spec: the value; None and ``none`` are uncompressed.
+        path: the setting's, such as ``tensor_parallel.compression``.
+
+    Raises: SettingError: no such codec, or a compressor of gradients where activations are sent.
+    """
+    if spec in (None, "none"):
+        return None
+    name = spec.partition(":")[0]
+    if name in GRADIENT_COMPRESSORS.names() and CODECS.entry(name) is None:
+        raise SettingError(
+            path,
+            spec,
+            f": {name} compresses gradients of weights only",
+            f"give it to {setting('data_parallel.compression')}",
+        )
+    with refused_for(path):
+        return parse_codec(spec, path.partition(".")[0])
+
+
+def refuse_arguments(args: Any, reasons: Mapping[str, str], fix: str) -> None:
+    """Refuse arguments of Megatron's that are set.
+
+    Args:
+        args: Megatron's arguments, or a model's ``TransformerConfig``.
+        reasons: argument -> what it does, as a sentence that goes on from its name.
+        fix: what the user can do.
+
+    Raises: SettingError: one of them is set.
+    """
+    for name, reason in reasons.items():
+        if getattr(args, name, None):
+            raise SettingError(f"args.{name}", None, reason, fix)
+
+
+def refuse_fp16(args: Namespace, path: str, codecs: Iterable[Codec | None]) -> None:
+    """Refuse a lossless codec where activations or weights are fp16.
+
+    Args:
+        args: Megatron's arguments.
+        path: the setting that has the codecs.
+        codecs: all that it names; None is uncompressed.
+
+    Raises: SettingError: one of them is lossless.
+    """
+    if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):
+        raise SettingError(
+            path,
+            "lossless",
+            "shortens exponents of 8 bits, and fp16 has 5",
+            "use --bf16 or another codec",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DimensionConfig(ABC):
+    """Settings of one dimension: plain values, checked when they are made."""
+
+    compression: str = "none"
+
+    min_mb: float | None = documented(
+        None,
+        "Smallest message that is compressed, in MiB of the uncompressed tensor over all ranks. Below some "
+        "size compression costs more time than it saves. 0 compresses everything (default: 8 for tensor "
+        "parallelism, 0 elsewhere).",
+    )
+
+    default_min_mb: ClassVar[float] = 0.0
+    parallelism: ClassVar[Parallelism]
+    """How the dimension is called."""
+    idle: ClassVar[str]
+    """What the log says where there is one rank, and so nothing to compress."""
+
+    def __post_init__(self) -> None:
+        """Replace the name of a recipe by its codecs, and check the values.
+
+        Raises: SettingError: an impossible value.
+        """
+        with spelled(PYTHON_NAMES):
+            first, second = expand(self.parallelism.name, self.compression, self.second_spec)
+            # Frozen from here on: the settings that are compared and stored are codecs, never recipes.
+            object.__setattr__(self, "compression", first)
+            object.__setattr__(self, self.parallelism.second, second)
+            if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
+                raise SettingError(
+                    self.path("min_mb"), self.min_mb, "is no number of MiB >= 0", "give 0 for all"
+                )
+            self.validate()
+
+    @classmethod
+    def path(cls, name: str) -> str:
+        """The path of one of these settings in ``CompressionConfig``, for messages."""
+        return f"{cls.parallelism.name}.{name}"
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Check what this dimension adds. Raises: SettingError: an impossible value."""
+
+    @property
+    def min_bytes(self) -> int:
+        """The smallest message that is compressed, in bytes of the uncompressed tensor."""
+        mebibytes = self.default_min_mb if self.min_mb is None else self.min_mb
+        return math.ceil(mebibytes * 2**20)
+
+    @property
+    @abstractmethod
+    def second_spec(self) -> str | None:
+        """The second value of the dimension's flag; None where it is left to the first."""
+
+    @property
+    def specs(self) -> tuple[str | None, str | None]:
+        """Both values of the dimension's flag."""
+        return self.compression, self.second_spec
+
+    @property
+    def forward_codec(self) -> Codec | None:
+        """The codec of the activations; None: uncompressed."""
+        return codec_of(self.compression, self.path("compression"))
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any traffic of this dimension is to be compressed."""
+        return any(spec not in (None, "none") for spec in self.specs)
+
+    @staticmethod
+    @abstractmethod
+    def ranks(args: Namespace) -> int:
+        """How many ranks exchange something in this dimension, by Megatron's arguments."""
+
+    @abstractmethod
+    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
+        """The policy's rules by traffic class.
+
+        Args:
+            start_iteration: the first iteration that compresses; None leaves it to a compressor.
+            train_iters: how long the run is, where it is known.
+        """
+
+    @abstractmethod
+    def check(self, args: Namespace) -> None:
+        """Refuse what would leave traffic uncompressed without a word, or break training.
+
+        Raises: SettingError: with the reason and the fix.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """A line for the log: what is sent, in which codec."""
+
+    def lines(self, args: Namespace) -> list[str]:
+        """The lines for the log: what is sent in which codec, or why nothing is."""
+        if not self.enabled:
+            return []
+        if self.ranks(args) == 1:
+            return [self.idle]
+        return [self.describe()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationConfig(DimensionConfig):
+    """Settings of a dimension that sends activations forward and their gradients backward."""
+
+    backward: str | None = None
+
+    @property
+    def second_spec(self) -> str | None:
+        return self.backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentOnce(ActivationConfig):
+    """A dimension whose messages are encoded once in each direction: no sum is encoded again after them."""
+
+    messages: ClassVar[str]
+    """What is sent, for errors."""
+
+    def validate(self) -> None:
+        for name, spec in (("compression", self.compression), ("backward", self.backward)):
+            if "/" in (spec or ""):
+                raise SettingError(
+                    self.path(name),
+                    spec,
+                    f": {self.messages} is sent once, so one codec encodes it",
+                    f"give one; the gradients' codec is {setting(self.path('backward'))}",
+                )
+            codec_of(spec, self.path(name))
+
+    @property
+    def backward_codec(self) -> Codec | None:
+        """The codec of the gradients; None: uncompressed."""
+        if self.backward is not None:
+            return codec_of(self.backward, self.path("backward"))
+        if self.forward_codec is None:
+            return None
+        return self.forward_codec.backward
+
+    @property
+    def codec_names(self) -> tuple[str, str]:
+        """The names of the forward and of the backward codec, for the log."""
+        forward, backward = self.forward_codec, self.backward_codec
+        return (
+            "uncompressed" if forward is None else forward.name,
+            "uncompressed" if backward is None else backward.name,
+        )
+
+    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
+        start = start_iteration or 0
+        traffic = self.parallelism.traffic
+        return {
+            f"{traffic}forward": Rule(self.forward_codec, self.min_bytes, start_iteration=start),
+            f"{traffic}backward": Rule(self.backward_codec, self.min_bytes, start_iteration=start),
+        }
 
 
 def _arguments() -> dict[str, str]:
@@ -58,194 +343,3 @@ naming_flags = partial(
     renaming, {argument: flag for flag, argument in ARGUMENTS.items()}, FLAG_NAMES
 )
 """Has what ``naming_arguments`` refuses name flags again, for who gives them."""
-
-
-def print_on_first_rank(line: str) -> None:
-    """On rank 0 of the job; anywhere without a job."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f" {line}", flush=True)
-
-
-class Dimension:
-    """What one kind of parallelism attaches to a model; ``say`` prints a line, and is called on every
-    rank."""
-
-    def __init__(self, config: Any, run: Run, say: Any = print_on_first_rank) -> None:
-        self.config, self.run, self.say = config, run, say
-
-    def adopt(self, config: Any) -> None:
-        """Use these settings, whose rules the policy has already; before anything is attached."""
-        self.config = config
-
-    def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
-        """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
-
-    def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Hook into the chunks of this stage, before they are wrapped. Collective where compression is on.
-
-        Raises: CompressionConfigError: compression is on and a layer communicates in a way not covered.
-        """
-
-    def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
-        """Hook into the chunks that DDP has wrapped, with all dimensions attached. Collective."""
-
-    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
-        """Put what a resume needs, or where to load it to, into a checkpoint's state dict."""
-
-    def loaded(self, state_dict: dict[str, Any]) -> None:
-        """Called with every state dict that has been read: the plain values alone, then everything."""
-
-
-def codec_of(spec: str | None, flag: str) -> Codec | None:
-    """The codec that a flag's value names; None: uncompressed."""
-    if spec in (None, "none"):
-        return None
-    name = spec.partition(":")[0]
-    if name in GRADIENT_COMPRESSORS.names() and CODECS.entry(name) is None:
-        raise CompressionConfigError(
-            f"{flag} {spec}: {name} compresses gradients of weights only: give it to --dp-compression"
-        )
-    with naming(flag):
-        return parse_codec(spec, flag)
-
-
-def refuse_flags(args: Namespace, reasons: Mapping[str, str], fix: str) -> None:
-    """Refuse Megatron's flags that are set, by ``reasons``: argument -> what it does."""
-    for name, reason in reasons.items():
-        if getattr(args, name, None):
-            raise CompressionConfigError(f"--{name.replace('_', '-')} {reason}; {fix}")
-
-
-def refuse_fp16(args: Namespace, flag: str, codecs: Iterable[Codec | None]) -> None:
-    """Raises: CompressionConfigError: a lossless codec where activations or weights are fp16."""
-    if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):
-        raise CompressionConfigError(
-            f"{flag} lossless shortens exponents of 8 bits, and fp16 has 5; use --bf16 or another codec"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DimensionConfig:
-    """Settings of one dimension: plain values."""
-
-    compression: str = "none"
-
-    min_mb: float | None = None
-    """Messages of fewer MiB (the uncompressed tensor over all ranks) are sent uncompressed: below some size
-    compression costs more time than it saves. 0 compresses everything; by default 8 for tensor parallelism, 0
-    elsewhere."""
-
-    default_min_mb: ClassVar[float] = 0.0
-    flag: ClassVar[str]
-    """What ``compression`` is on the command line."""
-    idle: ClassVar[str]
-    """What is said where there is one rank, and so nothing to compress."""
-
-    def __post_init__(self) -> None:
-        """Replace a recipe's name by its codecs. Raises: CompressionConfigError: an impossible setting."""
-        with naming_arguments():
-            compression, other = expand(self.flag, self.compression, self.specs[1])
-            object.__setattr__(self, "compression", compression)
-            if hasattr(self, "backward"):
-                object.__setattr__(self, "backward", other)
-            if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
-                raise CompressionConfigError(
-                    f"--compression-min-mb {self.min_mb} is no number of MiB >= 0"
-                )
-            self.validate()
-
-    def validate(self) -> None:
-        """Raises: CompressionConfigError: an impossible setting, by its flag."""
-
-    @property
-    def min_bytes(self) -> int:
-        """The smallest message that is compressed."""
-        return math.ceil((self.default_min_mb if self.min_mb is None else self.min_mb) * 2**20)
-
-    @property
-    def specs(self) -> tuple[str | None, str | None]:
-        """Of one direction and the other; None: left to another setting."""
-        return self.compression, getattr(self, "backward", None)
-
-    @property
-    def forward_codec(self) -> Codec | None:
-        """Of the activations; None: uncompressed."""
-        return codec_of(self.compression, self.flag)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether any traffic of this dimension is to be compressed."""
-        return any(spec not in (None, "none") for spec in self.specs)
-
-    @staticmethod
-    def ranks(args: Namespace) -> int:
-        """Ranks that exchange something in this dimension."""
-        raise NotImplementedError
-
-    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
-        """By traffic class, for the policy; a ``start_iteration`` of None is a compressor's own choice."""
-        raise NotImplementedError
-
-    def check(self, args: Namespace) -> None:
-        """Refuse what would leave traffic uncompressed without a word, or break training.
-
-        Raises: CompressionConfigError: with the flag, the reason and the fix.
-        """
-
-    def describe(self) -> str:
-        """For the log: what travels how."""
-        raise NotImplementedError
-
-    def lines(self, args: Namespace) -> list[str]:
-        """For the log: what travels how, or why nothing does."""
-        if not self.enabled:
-            return []
-        return [self.idle if self.ranks(args) == 1 else self.describe()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentOnce(DimensionConfig):
-    """A dimension whose messages are encoded once on each way: no sum is encoded again after them."""
-
-    backward: str | None = None
-
-    messages: ClassVar[str]
-    """What is sent, for errors."""
-    traffic: ClassVar[str]
-    """Of the policy's two traffic classes, before ``.forward`` and ``.backward``."""
-
-    def validate(self) -> None:
-        for flag, text in ((self.flag, self.compression), (self.backward_flag, self.backward)):
-            if "/" in (text or ""):
-                raise CompressionConfigError(
-                    f"{flag} {text}: {self.messages} is sent once, so one codec encodes it; the gradients' "
-                    f"codec is {self.backward_flag}"
-                )
-            codec_of(text, flag)
-
-    @property
-    def backward_flag(self) -> str:
-        """What ``backward`` is on the command line."""
-        return f"{self.flag} BACKWARD"
-
-    @property
-    def backward_codec(self) -> Codec | None:
-        """Of the gradients; None: uncompressed."""
-        if self.backward is None:
-            return self.forward_codec and self.forward_codec.backward
-        return codec_of(self.backward, self.backward_flag)
-
-    @property
-    def there_and_back(self) -> tuple[str, str]:
-        """Names of both codecs, for the log."""
-        codecs = self.forward_codec, self.backward_codec
-        there, back = (codec.name if codec else "uncompressed" for codec in codecs)
-        return there, back
-
-    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
-        return {
-            f"{self.traffic}.{way}": Rule(
-                codec, self.min_bytes, start_iteration=start_iteration or 0
-            )
-            for way, codec in (("forward", self.forward_codec), ("backward", self.backward_codec))
-        }

@@ -45,11 +45,7 @@ _EXPLANATIONS: dict[str, Explanation] = {}
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used; the message names the flag or file and the fix."""
-
-
-class CompressionConfigError(InputError):
-    """Settings that cannot be honoured; the message names the flag and the fix.
+    """Something the user gave cannot be used; the message names the flag or file and the fix.
 
     A message mentions settings and Megatron's arguments by reference, ``setting("transport")`` and
     ``argument("bf16")``, which are shown as ``names`` has them: until a front end decides otherwise
@@ -60,6 +56,10 @@ class CompressionConfigError(InputError):
 
     def __str__(self) -> str:
         return self.names.resolve(super().__str__())
+
+
+class CompressionConfigError(InputError):
+    """Settings that cannot be honoured; the message names the flag and the fix."""
 
 
 class SettingError(CompressionConfigError):
@@ -103,7 +103,8 @@ class SettingError(CompressionConfigError):
             return self.path
         text = self.names.of(self.path)
         if self.value is not None:
-            text += f" {self.value}"
+            space = "" if text.endswith("=") else " "
+            text += f"{space}{self.value}"
         if not self.reason.startswith(":"):
             text += " "
         text += self.names.resolve(self.reason)
@@ -114,10 +115,10 @@ class SettingError(CompressionConfigError):
 
 @contextlib.contextmanager
 def spelled(names: Names) -> Iterator[None]:
-    """Give errors of settings that leave the body these names; of nested front ends the outermost decides."""
+    """Give errors that leave the body these names; of nested front ends the outermost decides."""
     try:
         yield
-    except CompressionConfigError as error:
+    except InputError as error:
         error.names = names
         raise
 

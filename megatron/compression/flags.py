@@ -1,4 +1,11 @@
-"""The command line: our flags, added to Megatron's, and what they say as one config."""
+"""The command line: our flags, added to Megatron's, and what they say as one config.
+
+    parser = add_flags(argparse.ArgumentParser())
+    config = resolve(parser.parse_args(["--taco", "--dp-compression", "int8", "lossless", ...]))
+
+A flag's description in ``--help``, its default and its choices are those of the field of ``CompressionConfig``
+that it sets (``names.FLAGS``).
+"""
 
 import argparse
 import types
@@ -9,19 +16,26 @@ from typing import Any
 
 from megatron.compression.codecs import CODECS, GRADIENT_COMPRESSORS, parse_codec
 from megatron.compression.codecs.recipes import TACO_PAPER
-from megatron.compression.codecs.registry import field_docs, settings_of
-from megatron.compression.config import (
-    COMMUNICATORS,
-    DIMENSIONS,
-    NODE_SIZE,
-    CompressionConfig,
-    from_environment,
+from megatron.compression.codecs.registry import settings_of
+from megatron.compression.config import CompressionConfig, from_environment
+from megatron.compression.errors import (
+    CompressionConfigError,
+    InputError,
+    SettingError,
+    setting,
+    spelled,
 )
-from megatron.compression.dimension import naming_flags
-from megatron.compression.errors import CompressionConfigError, InputError, naming
-from megatron.compression.names import FLAGS
+from megatron.compression.names import COMMUNICATORS, FLAG_NAMES, FLAGS, NODE_SIZE, PARALLELISMS
 
-_METAVARS = {"--tp-compression-layers": "LAYERS", "--compression-report": "DIR"}
+_METAVARS = {
+    "--tp-compression-layers": "LAYERS",
+    "--caat-net-sync-fraction": "FRACTION",
+    "--compression-min-mb": "MIB",
+    "--compression-loss-budget": "PERCENT",
+    "--compression-start-iteration": "N",
+    "--compression-error-bound": "ERROR",
+    "--compression-report": "DIR",
+}
 
 REMOVED = {
     "--compression-3d": "give --compression taco-paper",
@@ -43,48 +57,50 @@ REMOVED = {
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to Megatron's parser."""
+    compressors = sorted(set(GRADIENT_COMPRESSORS.names()) - set(CODECS.names()))
     group = parser.add_argument_group(
         "compression",
-        f"SPEC is CODEC[:SETTING=VALUE,...], CODEC one of {', '.join(CODECS.names())}, for --dp-compression "
-        f"also {', '.join(sorted({*GRADIENT_COMPRESSORS.names()} - {*CODECS.names()}))}; "
-        "none = uncompressed. See docs/choosing.md.",
+        f"SPEC is CODEC[:SETTING=VALUE,...]. CODEC is one of {', '.join(CODECS.names())}; for "
+        f"--dp-compression also {', '.join(compressors)}; none = uncompressed. Recipes are names of tested "
+        "codecs. See docs/choosing.md.",
     )
     group.add_argument(
         "--compression",
         type=_all_dimensions,
         default="none",
         metavar="{none,auto,taco-paper}",
-        help="auto: time this run's own messages at the start, compress each kind of parallelism with what "
-        "gains most within --compression-loss-budget, and leave uncompressed what would not gain. "
-        "taco-paper: the TACO paper's codecs, --tp-compression taco, --dp-compression sdp4bit and "
-        "--pp-compression tah-quant. A dimension's own flag takes precedence.",
+        help="One choice for all kinds of parallelism. auto: time this run's own messages at the start, and "
+        "choose for each kind the codec that gains most within --compression-loss-budget, or none. "
+        "taco-paper: the TACO paper's codecs (--tp-compression taco, --dp-compression sdp4bit, "
+        "--pp-compression tah-quant). The flag of one kind of parallelism takes precedence.",
     )
     group.add_argument(
         "--taco",
         nargs="?",
         const="",
         metavar="SETTINGS",
-        help="Compress tensor-parallel traffic with TACO at the paper's settings: the same as "
-        "--tp-compression taco[:SETTINGS], SETTINGS such as format=fp8-e5m2,group=256.",
+        help="Compress tensor-parallel traffic with TACO at the paper's settings. --taco SETTINGS is the "
+        "same as --tp-compression taco:SETTINGS, with SETTINGS such as format=fp8-e5m2,group=256.",
     )
     for flag, paths in FLAGS.items():
         fields = [_field(path) for path in paths]
-        texts = [text for _, text in fields]
-        if len(paths) == 2:
-            metavar = ("SPEC", fields[1][0].name.upper())
+        if len(fields) == 2:
+            first, second = fields
+            names = ("SPEC", second.name.upper())
             group.add_argument(
                 flag,
                 nargs="+",
                 action=_Specs,
-                metavar=metavar,
-                help=f"{texts[0]} {metavar[1]}: {texts[1]}",
+                metavar=names,
+                help=f"{_help(first)} {names[1]}: {_help(second)}",
             )
         else:
-            group.add_argument(flag, help=texts[0], **_options(flag, fields[0][0]))
+            group.add_argument(flag, help=_help(fields[0]), **_options(flag, fields[0]))
     for flag in REMOVED:
         group.add_argument(
             flag, nargs="*", action=_Removed, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
+    parser.formatter_class = _with_two_values(typing.cast(Any, parser.formatter_class))
     _escape_broken_help(parser)
     return parser
 
@@ -92,15 +108,32 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
 class _Specs(argparse.Action):
     """One spec or two."""
 
+    @property
+    def usage(self) -> str:
+        """The values as ``--help`` shows them."""
+        first, second = typing.cast(tuple[str, str], self.metavar)
+        return f"{first} [{second}]"
+
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         if len(values) > 2:
-            names = " [".join(typing.cast(tuple, self.metavar))
-            raise argparse.ArgumentError(self, f"takes {names}], not {len(values)} values")
+            raise argparse.ArgumentError(self, f"takes {self.usage}, not {len(values)} values")
         setattr(namespace, self.dest, values)
 
 
+def _with_two_values(base: type[argparse.HelpFormatter]) -> type[argparse.HelpFormatter]:
+    """A formatter of ``--help`` that shows one value or two, where argparse would show any number."""
+
+    class Formatter(base):  # type: ignore[misc, valid-type]
+        def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+            if isinstance(action, _Specs):
+                return action.usage
+            return super()._format_args(action, default_metavar)
+
+    return Formatter
+
+
 class _Removed(argparse.Action):
-    """A flag of an earlier version."""
+    """A flag of an earlier version, which says what to do instead."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         flag = self.option_strings[0]
@@ -111,18 +144,24 @@ def _all_dimensions(text: str) -> str:
     """The value of ``--compression``."""
     if text in ("none", "auto", "taco-paper"):
         return text
-    hint = f"; one codec for one kind of parallelism: --tp-compression {text}"
-    known = CODECS.entry(text.partition(":")[0]) is not None
-    raise argparse.ArgumentTypeError(
-        f"{text}: choose none, auto or taco-paper{hint if known else ''}"
-    )
+    hint = ""
+    if CODECS.entry(text.partition(":")[0]) is not None:
+        hint = f"; one codec for one kind of parallelism: --tp-compression {text}"
+    raise argparse.ArgumentTypeError(f"{text}: choose none, auto or taco-paper{hint}")
 
 
-def _field(path: str) -> tuple[Field, str]:
-    """A field of the config, and its description for ``--help``."""
+def _field(path: str) -> Field:
+    """The field of the config that has a setting's value."""
     part, _, name = path.rpartition(".")
-    owner: Any = settings_of(CompressionConfig)[part].type if part else CompressionConfig
-    return settings_of(owner)[name], field_docs(owner)[name].replace("``", "").replace("%", "%%")
+    owner: Any = CompressionConfig
+    if part:
+        owner = settings_of(CompressionConfig)[part].type
+    return settings_of(owner)[name]
+
+
+def _help(field: Field) -> str:
+    """The description of a field, as argparse formats it."""
+    return field.metadata["help"].replace("%", "%%")
 
 
 def _options(flag: str, field: Field) -> dict[str, Any]:
@@ -131,55 +170,77 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(field.type) is typing.Literal:
         return {"default": field.default, "choices": typing.get_args(field.type)}
-    kind: Any = field.type
-    if isinstance(kind, types.UnionType):
-        kind = next(one for one in typing.get_args(kind) if one is not types.NoneType)
-    if kind is not str:
-        return {"default": field.default, "type": kind}
-    return {"default": field.default, "metavar": _METAVARS[flag]}
+    value_type: Any = field.type
+    if isinstance(value_type, types.UnionType):
+        (value_type,) = (kind for kind in typing.get_args(value_type) if kind is not types.NoneType)
+    return {"default": field.default, "type": value_type, "metavar": _METAVARS[flag]}
 
 
-@naming_flags()
 def resolve(args: Namespace) -> CompressionConfig:
     """What the parsed flags and the environment say. Pure: nothing is written into ``args``.
 
     Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
-    kinds: dict[str, Any] = {
+    with spelled(FLAG_NAMES):
+        config = _config_of(args)
+        config.check(args)
+    return config
+
+
+def _config_of(args: Namespace) -> CompressionConfig:
+    """The config before it is compared with Megatron's arguments."""
+    values = _values_by_part(args)
+    values["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
+    values["data_parallel"]["node_size"] = from_environment(NODE_SIZE)
+    values[""]["communicators"] = from_environment(COMMUNICATORS) or 0
+    classes: dict[str, Any] = {
         name: field.type for name, field in settings_of(CompressionConfig).items()
     }
-    parts: dict[str, dict[str, Any]] = {}
-    for flag, paths in FLAGS.items():
-        given = getattr(args, flag.strip("-").replace("-", "_"))
-        values = given if isinstance(given, list) else [given]
-        for path, value in zip(paths, [*values, None], strict=False):
-            part, _, name = path.rpartition(".")
-            parts.setdefault(part, {})[name] = value
-    parts["tensor_parallel"]["compression"] = _tensor_parallel_spec(args, parts["tensor_parallel"])
     auto = []
-    for part in DIMENSIONS:
-        settings = parts[part] | {"min_mb": args.compression_min_mb}
-        if settings["compression"] is None:
-            if args.compression == "auto" and (part in TACO_PAPER or kinds[part].ranks(args) > 1):
-                auto.append(part)
-            everywhere = TACO_PAPER if args.compression == "taco-paper" else {}
-            settings["compression"] = everywhere.get(part, "none")
-        parts[part] = settings
-    parts["data_parallel"]["node_size"] = from_environment(NODE_SIZE)
-    own = parts.pop("") | {"communicators": from_environment(COMMUNICATORS) or 0}
-    configs = {part: kinds[part](**values) for part, values in parts.items()}
-    configs["data_parallel"] = configs["data_parallel"].resolved(args)
+    for name in PARALLELISMS:
+        part = values[name]
+        part["min_mb"] = args.compression_min_mb
+        if part["compression"] == "auto":
+            raise SettingError(
+                f"{name}.compression",
+                "auto",
+                "is neither a codec nor a recipe",
+                f"drop it and give {setting('auto')}, which measures what gains most",
+            )
+        if part["compression"] is not None:
+            continue  # the dimension's own flag takes precedence over --compression
+        part["compression"] = "none"
+        if args.compression == "taco-paper":
+            part["compression"] = TACO_PAPER.get(name, "none")
+        # Of the other dimensions most runs have one rank, which need not be measured.
+        if args.compression == "auto" and (name in TACO_PAPER or classes[name].ranks(args) > 1):
+            auto.append(name)
     if args.compression == "auto" and not auto:
         raise CompressionConfigError(
             "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
         )
-    config = CompressionConfig(**configs, **own, auto=tuple(auto))
-    config.check(args)
-    return config
+    whole_run = values.pop("")
+    parts = {name: classes[name](**part) for name, part in values.items()}
+    parts["data_parallel"] = parts["data_parallel"].resolved(args)
+    return CompressionConfig(**parts, **whole_run, auto=tuple(auto))
 
 
-def _tensor_parallel_spec(args: Namespace, given: dict[str, Any]) -> str | None:
-    spec = given["compression"]
+def _values_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
+    """The flags' values by part of the config (empty: its own fields) and field; None where not given."""
+    values: dict[str, dict[str, Any]] = {}
+    for flag, paths in FLAGS.items():
+        typed = getattr(args, flag.strip("-").replace("-", "_"))
+        if not isinstance(typed, list):
+            typed = [typed]
+        for number, path in enumerate(paths):
+            part, _, name = path.rpartition(".")
+            values.setdefault(part, {})[name] = typed[number] if number < len(typed) else None
+    return values
+
+
+def _tensor_parallel_spec(args: Namespace) -> str | None:
+    """The spec of tensor parallelism, which ``--taco`` gives as well."""
+    spec = args.tp_compression[0] if args.tp_compression else None
     if args.taco is None:
         return spec
     if spec not in (None, "taco"):
@@ -187,8 +248,10 @@ def _tensor_parallel_spec(args: Namespace, given: dict[str, Any]) -> str | None:
             f"--taco is --tp-compression taco, not {spec}; drop one of the two"
         )
     spec = f"taco:{args.taco}" if args.taco else "taco"
-    with naming("--taco"):
+    try:
         parse_codec(spec)
+    except CompressionConfigError as error:
+        raise CompressionConfigError(f"--taco: {error}") from None
     return spec
 
 

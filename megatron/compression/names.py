@@ -114,6 +114,7 @@ def _names_of_flags() -> Names:
         "auto": "--compression auto",
         "communicators": COMMUNICATORS,
         "data_parallel.node_size": NODE_SIZE,
+        "data_parallel.outer": "--dp-compression outer=",  # a part of the first value
     }
     for flag, paths in FLAGS.items():
         names[paths[0]] = flag
@@ -123,11 +124,16 @@ def _names_of_flags() -> Names:
 
 
 def _names_in_python() -> Names:
-    names = {"tensor_parallel.min_mb": "min_mb"}
+    names = {
+        "tensor_parallel.min_mb": "min_mb",
+        "data_parallel.outer": "DataParallelConfig.compression outer=",
+    }
     for path in FLAG_NAMES.settings:
         owner, _, name = path.rpartition(".")
+        if path in names:
+            continue
         if owner in PARALLELISMS:
-            names.setdefault(path, f"{PARALLELISMS[owner].config}.{name}")
+            names[path] = f"{PARALLELISMS[owner].config}.{name}"
         elif owner == "caat_net":
             names[path] = f"CaatNetConfig.{name}"
         else:

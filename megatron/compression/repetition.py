@@ -12,7 +12,7 @@ from megatron.compression.communication.overflow import State
 from megatron.compression.communication.site import Run
 from megatron.compression.config import CompressionConfig
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import SettingError
 from megatron.compression.patches import loop
 
 LEAST_PAUSE, LONGEST_PAUSE = 8, 1024
@@ -86,9 +86,11 @@ def refuse_stages(config: CompressionConfig, reason: str) -> None:
         codec is not None and codec.lossless
         for codec in (stages.forward_codec, stages.backward_codec)
     ):
-        raise CompressionConfigError(
-            f"{stages.flag} lossless repeats a pass with an overflow, which cannot be done here: {reason}; "
-            "choose another codec"
+        raise SettingError(
+            stages.path("compression"),
+            "lossless",
+            f"repeats a pass with an overflow, which cannot be done here: {reason}",
+            "choose another codec",
         )
 
 

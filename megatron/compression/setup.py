@@ -93,7 +93,7 @@ def adapt_arguments(args: Namespace) -> None:
     checks.check_local_layers(args)
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
     if getattr(args, "tp_comm_overlap", False):
-        lines += flags.resolve(args).without_user_buffers(args)
+        lines += flags.resolve(args).disable_user_buffers(args)
     _log.keep()
     for line in lines:
         _log(line)

@@ -144,7 +144,7 @@ def _one_kind(name: str) -> tuple[str, dict]:
         sent = config(compression=there, backward=other or None)
         codecs, more = (sent.forward_codec, sent.backward_codec), {}
     else:
-        there, backward = expand("--tp-compression", there, other or None)
+        there, backward = expand("tensor_parallel", there, other or None)
         specs = there, backward or there
         codecs = tuple(None if spec == "none" else parse_codec(spec) for spec in specs)
         more = {"sequence_parallel": name.endswith("-sp")}

@@ -110,7 +110,7 @@ def test_lossy_codecs_train(uncompressed: Run, compressed: tuple[Run, Path]) -> 
         )
     assert (
         "expert-parallel ratio:" in run.output
-        and "tokens travel to experts and back as int8" in run.output
+        and "tokens to experts and back as int8" in run.output
     )
 
 

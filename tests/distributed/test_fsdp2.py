@@ -315,7 +315,7 @@ def refusal_worker(rank: int, ranks: int) -> None:
         ({"offload_policy": CPUOffloadPolicy()}, {}, "2.weight is offloaded to CPU; drop CPUOff"),
         ({"policy": fp16}, {}, "gathers neither bf16 nor fp32, which lossless shortens"),
         ({"policy": fp16}, {"gather": "none", "reduce": "tagc"}, "has fp16 gradients, whose scale"),
-        ({}, {"gather": "tagc"}, "^gather tagc: .*: give it to reduce"),
+        ({}, {"gather": "tagc"}, "^gather tagc: .*; give it to reduce"),
         ({}, {"reduce": "lossless"}, "^reduce lossless: under FSDP2 the host would wait"),
         ({}, {"gather": "tah-quant"}, "^gather tah-quant needs tokens and channels"),
         ({}, {"start_iteration": -1}, "^start_iteration -1 must be"),

@@ -56,7 +56,7 @@ def test_bytes_by_hand(whole: Run) -> None:
     assert sent(whole, "pp.backward", "eval") == {}
     assert 8 * FORWARD / 4096 <= 4.5 and 8 * BACKWARD / 4096 <= 6.6
     assert (
-        "pipeline stages send tah-quant, back int6:group=32,scales=single,hadamard=off"
+        "pipeline parallelism: activations as tah-quant, gradients as int6:group=32,scales=single,hadamard=off"
         in whole.output
     )
     assert whole.losses[ITERATIONS] < whole.losses[1]

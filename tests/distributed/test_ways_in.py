@@ -102,9 +102,7 @@ def test_the_command_of_the_first_way(tmp_path: Path) -> None:
     run = torchrun("-m", *words, processes=2, PYTHONPATH=path).finish(240)
     assert run.returncode == 0 and "Traceback" not in run.output, run.output[-4000:]
     assert "layers: torch-native (Transformer Engine needs CUDA" in run.output
-    assert (
-        list(run.log("lm loss")) == [1] and "tensor parallelism uses taco:format=int8" in run.output
-    )
+    assert list(run.log("lm loss")) == [1] and "tensor parallelism: taco:format=int8" in run.output
     usage = start("megatron/compression/__main__.py").finish(60)
     assert usage.returncode == 2 and usage.output.splitlines()[-1].startswith("usage: torchrun")
 

@@ -207,7 +207,7 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
         (
             {"compression": "none", "layers": "0"},
             "layers given",
-            "or TensorParallelConfig.compression",
+            "add TensorParallelConfig.compression",
         ),
         *(
             ({"layers": text}, "TensorParallelConfig.layers", "is not a layer; give")
@@ -307,7 +307,7 @@ def test_fp8_in_software_is_said(monkeypatch) -> None:
 
 
 CONTEXT = dict(context_parallel_size=2)
-UNUSED = "given, but nothing uses it; add --taco"
+UNUSED = "given, but nothing uses it; add --tp-compression"
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ UNUSED = "given, but nothing uses it; add --taco"
         (
             "--tp-compression-layers 1",
             {},
-            "--tp-compression-layers given, .* --taco or --tp-compression$",
+            "--tp-compression-layers given, .*; add --tp-compression, or drop it$",
         ),
         # "$CODEC" of a script that has not set CODEC
         *(

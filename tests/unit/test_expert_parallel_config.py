@@ -61,7 +61,7 @@ def test_described_and_idle() -> None:
     """The log says how tokens travel, or why none do; ranks that share an expert are tensor parallel."""
     config, args = resolved("--ep-compression", "int8", "none")
     assert config.describe(args) == [
-        "tokens travel to experts and back as int8, their gradients as uncompressed"
+        "expert parallelism: tokens to experts and back as int8, their gradients as uncompressed"
     ]
     args.expert_model_parallel_size = 1
     assert "has no effect here: --expert-model-parallel-size is 1" in config.describe(args)[0]

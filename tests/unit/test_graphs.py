@@ -276,7 +276,7 @@ def test_what_is_measured_is_said() -> None:
     for flags, megatron, line in (
         (BOUND, FULL, "the last iteration of each log interval runs without"),
         (["--compression-report", "folder"], FULL, "measured in its first iteration alone"),
-        (["--compression-report", "folder"], {}, "tensor parallelism uses int6"),
+        (["--compression-report", "folder"], {}, "tensor parallelism: int6"),
     ):
         args = parsed(*TP, *flags, **megatron)
         assert any(line in one for one in resolve(args).describe(args))

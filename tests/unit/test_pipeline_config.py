@@ -46,7 +46,7 @@ def test_codecs(settings: dict, expected: tuple) -> None:
     config = PipelineParallelConfig(**settings)
     assert names(config) == expected and config.enabled == (expected != (None, None))
     assert PipelineParallelConfig(**dataclasses.asdict(config)) == config, "reports and checkpoints"
-    assert config.describe() == "pipeline stages send {}, back {}".format(
+    assert config.describe() == "pipeline parallelism: activations as {}, gradients as {}".format(
         *(name or "uncompressed" for name in expected)
     )
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron.compression import CompressionConfigError, parse_codec
-from megatron.compression.codecs.recipes import FLAGS, NAMED, RECIPES, TACO_PAPER
+from megatron.compression.codecs.recipes import NAMED, RECIPES, TACO_PAPER
 from megatron.compression.flags import resolve
+from megatron.compression.names import PARALLELISMS
 from tests.unit.megatron_args import EXPERTS, parsed
 
 ACCURACY = (Path(__file__).parents[2] / "docs" / "results" / "accuracy.md").read_text()
@@ -33,7 +34,11 @@ def rows() -> list[tuple[str, float, str]]:
     }.items():
         for one, spec in zip(RECIPES[dimension], specs, strict=False):
             found.append(
-                (one.name, one.loss, rf"^\| `{FLAGS[dimension]} {spec}`.*?\| \+([\d.]+) [±|]")
+                (
+                    one.name,
+                    one.loss,
+                    rf"^\| `{PARALLELISMS[dimension].flag} {spec}`.*?\| \+([\d.]+) [±|]",
+                )
             )
     row = r"^\| `--ep-compression {}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
     return found + [
@@ -67,7 +72,7 @@ def test_five_recipes_have_names() -> None:
 def test_a_recipe_stands_for_its_codecs(name: str) -> None:
     """It is stored as what it stands for; a second codec wins over the recipe's."""
     dimension, recipe = NAMED[name]
-    flag = FLAGS[dimension]
+    flag = PARALLELISMS[dimension].flag
     config = getattr(resolve(parsed(flag, name, **EXPERTS)), dimension)
     assert (
         config.compression == recipe.compression
@@ -85,16 +90,19 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
     [
         (
             "--tp-compression auto",
-            "auto: give the recipe tensor-6bit or tensor-8bit, or let the run",
+            "--tp-compression auto is neither a codec nor a recipe; drop it and give --compression auto",
         ),
-        ("--pp-compression auto", "give the recipe pipeline-6bit, or let the run"),
-        ("--cp-compression auto", "give a codec such as int8, or let the run"),
-        ("--tp-compression pipeline-6bit", "--pp-compression; --tp-compression has tensor-6bit"),
+        ("--pp-compression auto", "drop it and give --compression auto"),
+        ("--cp-compression auto", "drop it and give --compression auto"),
+        (
+            "--tp-compression pipeline-6bit",
+            "is a recipe of --pp-compression; --tp-compression has tensor-6bit",
+        ),
         (
             "--cp-compression tensor-8bit",
-            "--cp-compression tensor-8bit: that recipe belongs to --tp-comp",
+            "--cp-compression tensor-8bit is a recipe of --tp-compression; give a codec",
         ),
-        ("--tp-compression int8;fc2=gradients-4bit", "that recipe belongs to --dp-compression"),
+        ("--tp-compression int8;fc2=gradients-4bit", "is a recipe of --dp-compression"),
         ("--pp-compression int8 pipeline-6bit", "stands for both codecs"),
     ],
 )

@@ -27,11 +27,12 @@ from megatron.compression.auto.measurement import dimension_config
 from megatron.compression.auto.messages import MessageKind, workload
 from megatron.compression.auto.plan import BUDGET, aligned, choose
 from megatron.compression.codecs import Codec
-from megatron.compression.codecs.recipes import FLAGS, RECIPES, Recipe
+from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import InputError, OneLineParser, require_extra
 from megatron.compression.flags import add_flags, resolve
+from megatron.compression.names import PARALLELISMS
 from megatron.compression.startup.checks import megatrons_own_check
 
 MOST_GPUS = 16384
@@ -255,7 +256,7 @@ class Estimate:
 def flag(dimension: str, recipe: Recipe) -> str:
     """What to type for a recipe."""
     specs = filter(None, (recipe.compression, recipe.backward))
-    return f"{FLAGS[dimension]} {recipe.named or ' '.join(specs)}"
+    return f"{PARALLELISMS[dimension].flag} {recipe.named or ' '.join(specs)}"
 
 
 def parameters(args: Namespace) -> int:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from megatron.compression.codecs.recipes import FLAGS, NAMED
+from megatron.compression.codecs.recipes import NAMED
 from megatron.compression.codecs.registry import CODECS, GRADIENT_COMPRESSORS
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, setting
 
 if TYPE_CHECKING:
     from taco_kernels.taco import CodecConfig
@@ -207,33 +207,42 @@ class TwoHops(Codec):
         return self.first.decode(payloads, shape, dtype)
 
 
-def offered(flag: str) -> list[str]:
-    """Names that a flag takes where settings do not decide: codecs, its recipes and gradient compressors."""
-    rows, flat = flag.startswith("--ep-"), flag.startswith(("--dp-", "--ep-"))
-    every = {name: CODECS.parse(name) for name in CODECS.names()}
-    names = [
-        n for n, one in every.items() if not ((rows and one.lossless) or (flat and one.sees_shape))
-    ]
-    names += GRADIENT_COMPRESSORS.names() if flag == "--dp-compression" else []
-    return names + [name for name, (dimension, _) in NAMED.items() if FLAGS[dimension] == flag]
+def offered(dimension: str = "") -> list[str]:
+    """The names that a dimension's setting takes where settings of the codec do not decide: codecs, the
+    dimension's recipes and, for data parallelism, compressors of gradients. Without a dimension all codecs."""
+    names = []
+    for name in CODECS.names():
+        codec = CODECS.parse(name)
+        if dimension == "expert_parallel" and codec.lossless:
+            continue  # a row of tokens has no room for values that do not fit
+        if dimension in ("data_parallel", "expert_parallel") and codec.sees_shape:
+            continue  # there are no tokens and channels in a bucket, and single tokens in a row
+        names.append(name)
+    if dimension == "data_parallel":
+        names += GRADIENT_COMPRESSORS.names()
+    return names + [name for name, (owner, _) in NAMED.items() if owner == dimension]
 
 
 @functools.cache
-def parse_codec(text: str, flag: str = "") -> Codec:
+def parse_codec(text: str, dimension: str = "") -> Codec:
     """The codec that a spec names; ``FIRST/SECOND`` for one each in the two exchanges of a collective.
-    ``flag``: which takes the spec, for errors.
+
+    Args:
+        text: the spec, such as ``int6:group=64``.
+        dimension: the dimension whose setting takes the spec (``tensor_parallel``), so that an error lists
+            what that setting takes.
 
     Raises: CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
     """
     if "/" in text:
         first, _, second = text.partition("/")
-        return TwoHops(parse_codec(first, flag), parse_codec(second, flag))
+        return TwoHops(parse_codec(first, dimension), parse_codec(second, dimension))
     name = text.partition(":")[0]
     if CODECS.entry(name) is None and GRADIENT_COMPRESSORS.entry(name) is not None:
         raise CompressionConfigError(
-            f"{name} compresses gradients only; give it to --dp-compression"
+            f"{name} compresses gradients only; give it to {setting('data_parallel.compression')}"
         )
-    codec = CODECS.parse(text, functools.partial(offered, flag))
+    codec = CODECS.parse(text, functools.partial(offered, dimension))
     if not isinstance(codec, Codec):
         raise CompressionConfigError(
             f"{text}: {type(codec).__qualname__} is no megatron.compression.Codec"

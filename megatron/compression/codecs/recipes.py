@@ -8,7 +8,8 @@ cost of 0, which does not say that no bit changes: ``exact`` does.
 
 from dataclasses import dataclass
 
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import SettingError, setting
+from megatron.compression.names import PARALLELISMS
 
 _EXPERTS = "docs/results/accuracy.md, a mixture of experts"
 _NO_BIT = "no bit changes"
@@ -83,14 +84,6 @@ TACO_PAPER = {
 }
 """``--compression taco-paper``: as the TACO paper does (arXiv 2604.24088), each codec as in its own paper."""
 
-FLAGS = {
-    "tensor_parallel": "--tp-compression",
-    "data_parallel": "--dp-compression",
-    "pipeline_parallel": "--pp-compression",
-    "expert_parallel": "--ep-compression",
-    "context_parallel": "--cp-compression",
-}
-
 NAMED: dict[str, tuple[str, Recipe]] = {
     one.named: (dimension, one)
     for dimension, known in RECIPES.items()
@@ -100,41 +93,62 @@ NAMED: dict[str, tuple[str, Recipe]] = {
 """Recipe's name -> its dimension and the recipe."""
 
 
-def expand(flag: str, compression: str, backward: str | None) -> tuple[str, str | None]:
-    """Both specs of a dimension with a recipe's name, also in parts of a tensor-parallel spec by site,
-    replaced by its codecs. A recipe's own ``backward`` applies where none is given."""
+def expand(dimension: str, compression: str, second: str | None) -> tuple[str, str | None]:
+    """Replace the names of recipes in both specs of a dimension by codecs, also in a tensor-parallel spec's
+    parts by site.
+
+    Args:
+        dimension: the settings' field of ``CompressionConfig``, such as ``tensor_parallel``.
+        compression: the first spec.
+        second: the second spec, of gradients or of data parallelism's weights; None leaves it to the recipe.
+
+    Returns: both specs.
+
+    Raises: SettingError: a recipe of another dimension, or one as the second spec.
+    """
+    kind = PARALLELISMS[dimension]
+    path = f"{dimension}.compression"
     parts = []
     for part in compression.split(";"):
         site, _, spec = part.partition("=")
-        if spec in NAMED:
-            recipe = _recipe(flag, spec)
-            parts.append(f"{site}={recipe.compression}" if recipe else part)
-        elif (recipe := _recipe(flag, part.strip())) is not None:
-            parts.append(recipe.compression)
-            backward = recipe.backward if backward is None else backward
-        else:
+        by_site = spec in NAMED
+        recipe = _recipe(path, spec if by_site else part.strip())
+        if recipe is None:
             parts.append(part)
-    if backward is not None and _recipe(flag, backward) is not None:
-        raise CompressionConfigError(
-            f"{flag} {compression} {backward}: a recipe stands for both codecs; give it alone, or two codecs"
-        )
-    return ";".join(parts), backward
+        elif by_site:
+            parts.append(f"{site}={recipe.compression}")
+        else:
+            parts.append(recipe.compression)
+            if second is None:
+                second = recipe.backward
+    second_path = f"{dimension}.{kind.second}"
+    if second is not None and _recipe(second_path, second) is not None:
+        if dimension == "data_parallel":
+            reason = "is a recipe for gradients"
+            fix = f"give it as {setting(path)}, and lossless or int8 for the weights"
+        else:
+            reason = "is a recipe, which stands for both codecs"
+            fix = f"give it alone as {setting(path)}, or give two codecs"
+        raise SettingError(second_path, second, reason, fix)
+    return ";".join(parts), second
 
 
-def _recipe(flag: str, name: str) -> Recipe | None:
-    """The recipe of that name; None: it is a codec."""
-    own = [one for one, (dimension, _) in NAMED.items() if FLAGS[dimension] == flag]
+def _recipe(path: str, name: str) -> Recipe | None:
+    """The recipe of that name; None: it is a codec. ``path`` is the setting that has the name."""
+    dimension, _, field = path.partition(".")
+    local = [recipe for recipe, (owner, _) in NAMED.items() if owner == dimension]
     if name == "auto":
-        named = f"give the recipe {' or '.join(own)}" if own else "give a codec such as int8"
-        raise CompressionConfigError(
-            f"{flag} auto: {named}, or let the run measure with --compression auto"
-        )
+        if field == "weights":
+            fix = "give a codec such as int8 or lossless"
+        elif local:
+            fix = f"give the recipe {' or '.join(local)}"
+        else:
+            fix = "give a codec such as int8"
+        raise SettingError(path, name, "is neither a codec nor a recipe", fix)
     if name not in NAMED:
         return None
-    dimension, recipe = NAMED[name]
-    if FLAGS[dimension] != flag:
-        instead = f"; {flag} has {' and '.join(own)}" if own else ""
-        raise CompressionConfigError(
-            f"{flag} {name}: that recipe belongs to {FLAGS[dimension]}{instead}"
-        )
+    owner, recipe = NAMED[name]
+    if owner != dimension:
+        fix = f"{setting(path)} has {' and '.join(local)}" if local else "give a codec such as int8"
+        raise SettingError(path, name, f"is a recipe of {setting(f'{owner}.compression')}", fix)
     return recipe

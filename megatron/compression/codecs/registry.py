@@ -4,22 +4,17 @@
     FIRST/SECOND                 two codecs: for the first and the second exchange of a collective
     MODULE:CLASS[:SETTING=...]   a codec of one's own that nothing has registered
 
-A codec is a frozen dataclass whose fields are its settings; a string under a field documents it. A package
+A codec is a frozen dataclass whose fields are its settings. A package
 registers codecs of its own by an entry point (group ``megatron_taco.codecs`` or
 ``megatron_taco.gradient_compressors``, the name of the codec to ``module:Class``), or with the decorator.
 """
 
-import ast
 import dataclasses
 import difflib
-import functools
 import importlib
 import importlib.metadata
-import inspect
-import itertools
 import pkgutil
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Callable
@@ -173,25 +168,6 @@ def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dat
     for field in fields:
         field.type = hints[field.name]
     return {field.name: field for field in fields}
-
-
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, its parents' too, on one line each."""
-    docs: dict[str, str] = {}
-    for parent in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(parent):
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(parent))).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, text in itertools.pairwise(definition.body):
-            match field, text:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(doc))),
-                ):
-                    docs[name] = " ".join(doc.split())
-    return docs
 
 
 def _text(value: Any) -> str:

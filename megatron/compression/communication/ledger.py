@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.compression.names import PARALLELISMS
 from megatron.compression.patches import process
 from taco_kernels.common.graph_events import GraphObserver, observe
 
@@ -32,13 +33,7 @@ TRAFFIC = {
 }
 """Classes of traffic: which dimension of parallelism sends, what, and in which direction."""
 
-DIMENSIONS = {
-    "tensor parallel": "tp.",
-    "data parallel": "dp.",
-    "pipeline parallel": "pp.",
-    "expert parallel": "ep.",
-    "context parallel": "cp.",
-}
+DIMENSIONS = {kind.title: kind.traffic for kind in PARALLELISMS.values()}
 """How the names of a dimension's traffic begin."""
 
 KINDS = {

@@ -1,29 +1,36 @@
-"""Settings of context parallelism: which codec, for keys and values and for their gradients."""
+"""Settings of context parallelism: which codec, for keys and values and for their gradients.
+
+ContextParallelConfig(compression="int8")        # on the command line: --cp-compression int8
+"""
 
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.compression.dimension import SentOnce, refuse_fp16
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.dimension import SentOnce, documented, refuse_fp16
+from megatron.compression.errors import SettingError, argument, setting
+from megatron.compression.names import PARALLELISMS, Parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelConfig(SentOnce):
     """Compression of the keys, values and their gradients that attention exchanges over a sequence."""
 
-    flag: ClassVar[str] = "--cp-compression"
-    traffic: ClassVar[str] = "cp"
+    parallelism: ClassVar[Parallelism] = PARALLELISMS["context_parallel"]
     messages: ClassVar[str] = "what attention gathers"
     idle: ClassVar[str] = (
-        "--cp-compression has no effect here: --context-parallel-size is 1, so no keys and values are sent"
+        f"{setting('context_parallel.compression')} has no effect here: "
+        f"{argument('context_parallel_size')} is 1, so no keys and values are sent"
     )
 
-    compression: str = "none"
-    """Codec of the keys and values that ranks with parts of a sequence gather; none = uncompressed."""
+    compression: str = documented(
+        "none",
+        "Codec of the keys and values that the ranks of a sequence gather; none = uncompressed.",
+    )
 
-    backward: str | None = None
-    """Codec of their gradients; by default what ``compression`` names for its gradients."""
+    backward: str | None = documented(
+        None, "codec of their gradients (default: what SPEC itself prescribes for gradients)."
+    )
 
     @staticmethod
     def ranks(args: Namespace) -> int:
@@ -32,16 +39,18 @@ class ContextParallelConfig(SentOnce):
     def check(self, args: Namespace) -> None:
         if not self.enabled:
             return
-        refuse_fp16(args, self.flag, (self.forward_codec, self.backward_codec))
+        refuse_fp16(args, self.path("compression"), (self.forward_codec, self.backward_codec))
         if args.context_parallel_size == 1:
             return
         if args.transformer_impl != "local":
-            raise CompressionConfigError(
-                f"{self.flag} needs --transformer-impl local: Transformer Engine's attention passes keys and "
-                "values on in a ring of its own, out of a codec's reach; add that flag, or drop "
-                f"{self.flag}"
+            raise SettingError(
+                self.path("compression"),
+                None,
+                f"needs {argument('transformer_impl')} local: Transformer Engine's attention passes keys "
+                "and values on in a ring of its own, out of a codec's reach",
+                f"add that flag, or drop {setting(self.path('compression'))}",
             )
 
     def describe(self) -> str:
-        there, back = self.there_and_back
-        return f"context parallelism gathers keys and values as {there}, sums their gradients as {back}"
+        forward, backward = self.codec_names
+        return f"context parallelism: keys and values as {forward}, their gradients as {backward}"

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 
 from megatron.compression.communication.site import CommSite, site_name
-from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.dimension import Dimension
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import SettingError
 from megatron.compression.torch_native.attention import SDPACoreAttention
 
 
@@ -21,7 +20,7 @@ class ContextParallel(Dimension):
         groups: dict[dist.ProcessGroup, None] = {}
         config = self.config
         if config.enabled and (reason := self.refusal(chunks)):
-            raise CompressionConfigError(f"{config.flag} cannot compress {reason}")
+            raise SettingError(config.path("compression"), None, f"cannot compress {reason}")
         for path, module in _modules(chunks):
             if isinstance(module, SDPACoreAttention) and module.context_group is not None:
                 name = site_name(path, module.layer_number)
@@ -32,7 +31,7 @@ class ContextParallel(Dimension):
             fused = any(codec is not None and codec.fused_config is not None for codec in codecs)
             # On all ranks, also those whose chunks have no attention.
             for line in self.run.transports.prepare(groups, fused):
-                self.say(f"compression: {line}")
+                self.log(f"compression: {line}")
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
         for path, module in _modules(chunks):
@@ -42,7 +41,7 @@ class ContextParallel(Dimension):
                 kind = type(module.core_attention).__name__
                 return (
                     f"{path}: {kind} exchanges keys and values by itself; "
-                    f"use --transformer-impl local, or drop {ContextParallelConfig.flag}"
+                    "use --transformer-impl local, or drop --cp-compression"
                 )
         return None
 

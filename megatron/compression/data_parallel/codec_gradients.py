@@ -56,20 +56,19 @@ class CodecGradients(GradientCompressor):
 
 def parse_gradient_compressor(text: str) -> GradientCompressor:
     """What a spec of ``--dp-compression`` names: a gradient compressor or a codec."""
-    flag = "--dp-compression"
     if "/" in text:
-        return CodecGradients(parse_codec(text, flag))
+        return CodecGradients(parse_codec(text, "data_parallel"))
     registry = (
         CODECS
         if GRADIENT_COMPRESSORS.entry(text.partition(":")[0]) is None
         else GRADIENT_COMPRESSORS
     )
-    made = registry.parse(text, partial(offered, flag))
+    made = registry.parse(text, partial(offered, "data_parallel"))
     if isinstance(made, Codec):
         return CodecGradients(made)
     if not isinstance(made, GradientCompressor):
         raise CompressionConfigError(
-            f"{flag} {text}: {type(made).__qualname__} is neither a GradientCompressor nor a Codec"
+            f"{text}: {type(made).__qualname__} is neither a GradientCompressor nor a Codec"
         )
     return made
 

@@ -183,7 +183,7 @@ class Gradients(Dimension):
 
     def __init__(self, config: DataParallelConfig, run: Run, *more: Any) -> None:
         super().__init__(config, run, *more)
-        self.policy, self.ledger, self._say = run.policy, run.ledger, self.say
+        self.policy, self.ledger, self._say = run.policy, run.ledger, self.log
         self.adopt(config)
         self.syncs: list[tuple[GradientSync, GradientBucket]] = []
         """Every bucket's, as they are attached."""

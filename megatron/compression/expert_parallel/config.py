@@ -1,36 +1,45 @@
-"""Settings of expert parallelism: which codec, for which direction."""
+"""Settings of expert parallelism: which codec, for which direction.
+
+ExpertParallelConfig(compression="int8")         # on the command line: --ep-compression int8
+"""
 
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.compression.communication.collectives import why_not_rows
-from megatron.compression.dimension import SentOnce
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.dimension import SentOnce, documented
+from megatron.compression.errors import SettingError, argument, setting
 from megatron.compression.graphs import refuse_host_splits
+from megatron.compression.names import PARALLELISMS, Parallelism
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallelConfig(SentOnce):
     """Compression of the tokens that go to experts and back, and of their gradients."""
 
-    flag: ClassVar[str] = "--ep-compression"
-    traffic: ClassVar[str] = "ep"
+    parallelism: ClassVar[Parallelism] = PARALLELISMS["expert_parallel"]
     messages: ClassVar[str] = "a token"
     idle: ClassVar[str] = (
-        "--ep-compression has no effect here: --expert-model-parallel-size is 1, so no rank has other experts"
+        f"{setting('expert_parallel.compression')} has no effect here: "
+        f"{argument('expert_model_parallel_size')} is 1, so no rank has other experts"
     )
 
-    compression: str = "none"
-    """Codec of tokens on their way to experts (dispatch) and back (combine), or the recipe experts-8bit;
-    none = uncompressed. Router probabilities and indices are always exact."""
+    compression: str = documented(
+        "none",
+        "Codec of the tokens that go to experts (dispatch) and come back (combine), or the recipe "
+        "experts-8bit; none = uncompressed. Router probabilities and indices are always exact.",
+    )
 
-    backward: str | None = None
-    """Codec of the gradients on both ways; by default what ``compression`` names for its gradients."""
+    backward: str | None = documented(
+        None,
+        "codec of the gradients in both directions (default: what SPEC itself prescribes for gradients).",
+    )
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """But for the all-to-all's they may hold parts of experts as well."""
+        """How many ranks exchange tokens: those with other experts, and with the all-gather dispatcher those
+        with other parts of the same experts as well."""
         if args.num_experts is None:
             return 1
         if args.moe_token_dispatcher_type == "alltoall":
@@ -42,34 +51,40 @@ class ExpertParallelConfig(SentOnce):
     def check(self, args: Namespace) -> None:
         if not self.enabled:
             return
+        flag = setting(self.path("compression"))
         if args.num_experts is None:
-            raise CompressionConfigError(
-                f"{self.flag} given, but the model has no experts; add --num-experts, or drop it"
+            raise SettingError(
+                self.path("compression"),
+                None,
+                "given, but the model has no experts",
+                f"add {argument('num_experts')}, or drop it",
             )
         dispatcher = args.moe_token_dispatcher_type
         if dispatcher == "flex":
-            raise CompressionConfigError(
-                f"--moe-token-dispatcher-type flex ({args.moe_flex_dispatcher_backend}) sends tokens inside "
-                f"its kernels, past torch.distributed and {self.flag}; use alltoall or allgather, or drop it"
+            raise SettingError(
+                "args.moe_token_dispatcher_type",
+                f"flex ({args.moe_flex_dispatcher_backend})",
+                f"sends tokens inside its kernels, past torch.distributed and {flag}",
+                "use alltoall or allgather, or drop it",
             )
-        refuse_host_splits(args, self.flag)
+        refuse_host_splits(args, flag)
+        # A token is a row: a codec has to fit the row's number of values.
         values = args.moe_latent_size or args.hidden_size
-        for flag, codec in (
-            (self.flag, self.forward_codec),
-            (self.backward_flag, self.backward_codec),
-        ):
+        for name, codec in (("compression", self.forward_codec), ("backward", self.backward_codec)):
             if codec is not None and (reason := why_not_rows(codec, values)):
-                raise CompressionConfigError(f"{flag} {codec.name} {reason}")
+                raise SettingError(self.path(name), codec.name, reason)
 
     def describe(self) -> str:
-        there, back = self.there_and_back
-        return f"tokens travel to experts and back as {there}, their gradients as {back}"
+        forward, backward = self.codec_names
+        return f"expert parallelism: tokens to experts and back as {forward}, their gradients as {backward}"
 
     def lines(self, args: Namespace) -> list[str]:
+        """The lines for the log, one more where tensor parallelism's codec sends tokens, too."""
         lines = super().lines(args)
         alltoall = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
         if lines and alltoall and (args.expert_tensor_parallel_size or 1) > 1:
             lines.append(
-                "ranks that share an expert send each other tokens as --tp-compression says"
+                "ranks that share an expert send each other tokens with the codec of "
+                f"{setting('tensor_parallel.compression')}"
             )
         return lines

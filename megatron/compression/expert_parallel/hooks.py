@@ -40,7 +40,7 @@ class ExpertParallel(Dimension):
             for line in dict.fromkeys(
                 self.run.transports.prepare(dict.fromkeys(groups), fused=False)
             ):
-                self.say(f"compression: experts: {line}")
+                self.log(f"compression: experts: {line}")
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
         """Without compression such a dispatcher is not counted: the audit of the first iteration says so."""

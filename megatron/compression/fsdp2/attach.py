@@ -23,10 +23,22 @@ from megatron.compression.communication.transport import Transports, over_tcp
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
 from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.dimension import naming_arguments, print_on_first_rank, renaming
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.dimension import print_on_first_rank
+from megatron.compression.errors import CompressionConfigError, spelled
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.weights import WeightGather
+from megatron.compression.names import PYTHON_NAMES, Names
+
+NAMES = Names(
+    {
+        **PYTHON_NAMES.settings,
+        "data_parallel.compression": "reduce",
+        "data_parallel.outer": "reduce outer=",
+        "data_parallel.weights": "gather",
+        "start_iteration": "start_iteration",
+    }
+)
+"""What the user of ``attach`` types for the settings of data parallelism."""
 
 
 def attach(
@@ -48,10 +60,14 @@ def attach(
 
     Raises: CompressionConfigError: a codec, or a setting of FSDP's, that is not covered.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise CompressionConfigError(
+            f"attach() takes one module, the root that fully_shard() was called on, not a "
+            f"{type(model).__name__}; call it once for each model"
+        )
     if start_iteration < 0:
         raise CompressionConfigError(f"start_iteration {start_iteration} must be an iteration >= 0")
-    arguments = {"DataParallelConfig.weights": "gather", "DataParallelConfig.compression": "reduce"}
-    with renaming(arguments), naming_arguments():
+    with spelled(NAMES):
         config = DataParallelConfig(compression=reduce or "none", weights=gather or "none")
         config.check_fsdp2()
     ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)

@@ -1,5 +1,9 @@
 """Settings of tensor parallelism: which codec, for which messages.
 
+    TensorParallelConfig(compression="taco")                       # --taco
+    TensorParallelConfig(compression="int8", backward="int6")      # --tp-compression int8 int6
+    TensorParallelConfig(compression="int6;fc2=int5;@0-1=int8")    # other codecs for some sites and layers
+
 Codecs by site and layer are one text: ``int6;fc2=int5;@0-1=int8;fc1@2-29,output=none``. The first part is for
 every site that no later one names. A later part is SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, with SITE one
 of SITES and LAYERS as in ``--tp-compression-layers``; of several that name a site the last counts.
@@ -10,46 +14,62 @@ import re
 from argparse import Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.communication.policy import SITES, Choice, Rule
-from megatron.compression.dimension import DimensionConfig, codec_of, refuse_flags, refuse_fp16
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.dimension import (
+    ActivationConfig,
+    codec_of,
+    documented,
+    refuse_arguments,
+    refuse_fp16,
+)
+from megatron.compression.errors import SettingError, argument, setting
 from megatron.compression.graphs import refuse_by_layer, refuse_host_splits
+from megatron.compression.names import PARALLELISMS, Parallelism
 
-_GATHERS = "gathers the inputs of recomputed layers, which"
+_COMPRESSION = "tensor_parallel.compression"
+_BACKWARD = "tensor_parallel.backward"
+_LAYERS = "tensor_parallel.layers"
+_OVERLAP = "tensor_parallel.overlap"
+_HALVES = f"{setting(_OVERLAP)} halves"
+HALVES = "--tp-compression-overlap halves"
+"""What switches ``halves.py`` on, as typed on the command line."""
 
 OTHER_LAYERS = (
-    *("experimental_attention_variant", "heterogeneous_layers_config_path"),
-    *("kitchen_config_file", "kitchen_recipe_number", "use_kitchen"),
+    "experimental_attention_variant",
+    "heterogeneous_layers_config_path",
+    "kitchen_config_file",
+    "kitchen_recipe_number",
+    "use_kitchen",
 )
-"""Flags whose layers are not a dense GPT's."""
+"""Arguments of Megatron's whose layers are not a dense GPT's."""
 
 _NOT_COVERED = {
-    "distribute_saved_activations": f"{_GATHERS} are not compressed",
-    **dict.fromkeys(OTHER_LAYERS, "is not a dense GPT layer's, which --tp-compression covers"),
+    "distribute_saved_activations": "gathers the inputs of recomputed layers, which are not compressed",
+    **dict.fromkeys(
+        OTHER_LAYERS, f"is not a dense GPT layer's, which {setting(_COMPRESSION)} covers"
+    ),
 }
 """What compression cannot be combined with: Megatron's argument -> why."""
 
 _NOT_COVERED_IN_TE = {
-    "symmetric_ar_type": "sums in symmetric memory, past --tp-compression",
-    "use_transformer_engine_op_fuser": "builds layers that --tp-compression does not reach",
+    "symmetric_ar_type": f"sums in symmetric memory, past {setting(_COMPRESSION)}",
+    "use_transformer_engine_op_fuser": f"builds layers that {setting(_COMPRESSION)} does not reach",
 }
+"""The same for Transformer Engine's layers."""
 
-_BACKWARD, _LAYERS = "--tp-compression BACKWARD", "--tp-compression-layers"
-HALVES = "--tp-compression-overlap halves"
-
+_CALLS_MODULES = "gathers weights when a layer is called, and halves call its modules"
 _NOT_HALVED = {
     "num_experts": "routes the tokens of a whole micro-batch",
     "multi_latent_attention": "has attention whose input goes to several layers",
-    **dict.fromkeys(("mtp_num_layers", *OTHER_LAYERS), "has layers that are not halved"),
+    "mtp_num_layers": "has layers that are not halved",
+    **dict.fromkeys(OTHER_LAYERS, "has layers that are not halved"),
     "distribute_saved_activations": "keeps a part of one tensor, where there are two",
-    **dict.fromkeys(
-        ("use_megatron_fsdp", "use_torch_fsdp2"),
-        "gathers weights when a layer is called, and halves call its modules",
-    ),
+    "use_megatron_fsdp": _CALLS_MODULES,
+    "use_torch_fsdp2": _CALLS_MODULES,
 }
 """What halves of a micro-batch cannot be combined with: Megatron's argument -> why."""
 
@@ -61,43 +81,52 @@ Overlap = Literal["weights", "halves"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallelConfig(DimensionConfig):
+class TensorParallelConfig(ActivationConfig):
     """Compression of the activations and their gradients that tensor parallelism sends."""
 
     default_min_mb: ClassVar[float] = 8.0
-    flag: ClassVar[str] = "--tp-compression"
+    parallelism: ClassVar[Parallelism] = PARALLELISMS["tensor_parallel"]
     idle: ClassVar[str] = (
-        "--tp-compression has no effect here: --tensor-model-parallel-size is 1, so there is no "
-        "tensor-parallel traffic to compress; give 2 or more, or drop --tp-compression"
+        f"{setting(_COMPRESSION)} has no effect here: {argument('tensor_model_parallel_size')} is 1, so "
+        f"there is no tensor-parallel traffic to compress; give 2 or more, or drop {setting(_COMPRESSION)}"
     )
 
-    compression: str = "none"
-    """Codec of the tensor-parallel collectives, or a recipe (tensor-6bit, tensor-8bit); none = uncompressed.
-    Others by site (qkv, proj, fc1, fc2) and layer can follow: 'int6;fc2=int5;@0-1=int8;fc1@2-29=none'."""
+    compression: str = documented(
+        "none",
+        "Codec of the tensor-parallel collectives, or a recipe (tensor-6bit, tensor-8bit); none = "
+        "uncompressed. Other codecs for some sites (qkv, proj, fc1, fc2) and layers follow after "
+        "semicolons: 'int6;fc2=int5;@0-1=int8;fc1@2-29=none'.",
+    )
 
-    backward: str | None = None
-    """Codec of the gradients; by default that of ``compression``."""
+    backward: str | None = documented(None, "codec of the gradients (default: same as SPEC).")
 
-    layers: str = "all"
-    """Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding, output and mtp
-    name the layers outside. The others go uncompressed."""
+    layers: str = documented(
+        "all",
+        "Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding, output and "
+        "mtp name the layers outside. The others go uncompressed.",
+    )
 
-    overlap: Overlap = "weights"
-    """What overlaps with exchanges: weights = weight gradients, in the backward; halves = also the other half
-    of the micro-batch, forward and backward, compressed or not. Torch-native layers."""
+    overlap: Overlap = documented(
+        "weights",
+        "What runs while tensor-parallel messages travel. weights = the weight gradients, in the backward "
+        "pass. halves = also the other half of the micro-batch, forward and backward, compressed or not; "
+        "it needs --transformer-impl local.",
+    )
 
     def validate(self) -> None:
         if self.overlap not in get_args(Overlap):
-            raise CompressionConfigError(
-                f"--tp-compression-overlap {self.overlap} is unknown; choose one of "
-                f"{', '.join(get_args(Overlap))}"
-            )
+            choices = ", ".join(get_args(Overlap))
+            raise SettingError(_OVERLAP, self.overlap, "is unknown", f"choose one of {choices}")
         parse_layers(self.layers)
-        _ = self._forward, self._backward
+        parse_choices(self.compression, _COMPRESSION)
+        if self.backward is not None:
+            parse_choices(self.backward, _BACKWARD)
         if self.layers != "all" and not self.enabled:
-            raise CompressionConfigError(
-                "--tp-compression-layers given, but tensor-parallel compression is off; add --taco or "
-                "--tp-compression"
+            raise SettingError(
+                _LAYERS,
+                None,
+                "given, but tensor-parallel compression is off",
+                f"add {setting(_COMPRESSION)}, or drop it",
             )
 
     @property
@@ -107,25 +136,26 @@ class TensorParallelConfig(DimensionConfig):
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """Ranks that share an expert send each other tokens as tensor parallelism does."""
-        sharing = (args.expert_tensor_parallel_size or 1) if args.num_experts else 1
+        """How many ranks share a layer or an expert: ranks of an expert send each other tokens as those of a
+        layer send activations."""
+        sharing = 1
+        if args.num_experts:
+            sharing = args.expert_tensor_parallel_size or 1
         return max(args.tensor_model_parallel_size, sharing)
 
     def lines(self, args: Namespace) -> list[str]:
-        """Also of halves that are not compressed, and of what is not counted."""
+        """The lines for the log, also of halves that are not compressed and of what is not counted."""
         lines = []
-        if args.tensor_model_parallel_size > 1 and getattr(
-            args, "distribute_saved_activations", False
-        ):
-            lines = [f"--distribute-saved-activations {_GATHERS} are not counted"]
+        saves_parts = getattr(args, "distribute_saved_activations", False)
+        if saves_parts and args.tensor_model_parallel_size > 1:
+            name = argument("distribute_saved_activations")
+            lines = [f"{name} gathers the inputs of recomputed layers, which are not counted"]
         if not self.halves:
-            typed = self.flag if getattr(args, "taco", None) is None else "--taco"
-            return lines + [line.replace(self.flag, typed) for line in super().lines(args)]
+            return lines + super().lines(args)
         if self.ranks(args) > 1:
             return [*lines, self.describe()]
-        return [
-            f"{HALVES} has no effect here: --tensor-model-parallel-size is 1, so nothing is exchanged"
-        ]
+        size = argument("tensor_model_parallel_size")
+        return [f"{_HALVES} has no effect here: {size} is 1, so nothing is exchanged"]
 
     @property
     def forward_codec(self) -> Codec | None:
@@ -133,179 +163,248 @@ class TensorParallelConfig(DimensionConfig):
 
     @property
     def _forward(self) -> tuple[Codec | None, tuple[Choice, ...]]:
-        return parse_choices(self.compression, self.flag)
+        return parse_choices(self.compression, _COMPRESSION)
 
     @property
     def _backward(self) -> tuple[Codec | None, tuple[Choice, ...]]:
-        return self._forward if self.backward is None else parse_choices(self.backward, _BACKWARD)
+        if self.backward is None:
+            return self._forward
+        return parse_choices(self.backward, _BACKWARD)
 
     @property
     def codecs(self) -> list[Codec]:
-        """Every one that some site uses."""
+        """All codecs that some site uses."""
         return [codec for rule in self.rules(0).values() for codec in rule.codecs]
 
     def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
-        least, layers = self.min_bytes, parse_layers(self.layers)
-        return {
-            traffic: Rule(codec, least, layers, start_iteration or 0, choices=choices)
-            for traffic, (codec, choices) in (
-                ("tp.forward", self._forward),
-                ("tp.backward", self._backward),
+        layers = parse_layers(self.layers)
+        rules = {}
+        for traffic, (codec, choices) in (
+            ("tp.forward", self._forward),
+            ("tp.backward", self._backward),
+        ):
+            rules[traffic] = Rule(
+                codec, self.min_bytes, layers, start_iteration or 0, choices=choices
             )
-        }
+        return rules
 
     def unmet_parts(self, messages: Iterable[tuple[str, int | str | None, str]]) -> set[str]:
-        """The parts of the settings by site and layer, such as ``--tp-compression fc2@output=int8``, that
-        name none of ``messages``: site, its layer and traffic class of everything that is sent."""
+        """Find the parts of the settings by site and layer that name nothing which is sent.
+
+        Args:
+            messages: site, its layer and traffic class of everything that is sent.
+
+        Returns: the parts, such as ``--tp-compression fc2@output=int8``, with references for names.
+        """
         if not self.enabled:
             return set()
         layers = parse_layers(self.layers)
-        messages = [message for message in messages if layers is None or message[1] in layers]
-        at = {layer for _, layer, _ in messages}
-        named = [] if layers is None else self.layers.split(",")
-        unmet = {
-            f"{_LAYERS} {part.strip()}" for part in named if at.isdisjoint(parse_layers(part) or ())
-        }
-        specs = [(self.flag, self.compression, "tp.")]
-        if self.backward is not None:
-            specs = [
-                (self.flag, self.compression, "tp.forward"),
-                (_BACKWARD, self.backward, "tp.backward"),
-            ]
-        for flag, text, traffic in specs:
-            choices = parse_choices(text, flag)[1]  # last first: the last that names a site counts
-            met = {
-                next(
-                    (number for number, choice in enumerate(choices) if choice.names(site, layer)),
-                    None,
-                )
-                for site, layer, one in messages
-                if one.startswith(traffic)
-            }
-            parts = enumerate(reversed(text.split(";")[1:]))
-            unmet |= {f"{flag} {part.strip()}" for number, part in parts if number not in met}
-        return unmet
+        compressed = [message for message in messages if layers is None or message[1] in layers]
+        unmet = set()
+        if layers is not None:
+            sending_layers = {layer for _, layer, _ in compressed}
+            for part in self.layers.split(","):
+                if sending_layers.isdisjoint(parse_layers(part) or ()):
+                    unmet.add(f"{setting(_LAYERS)} {part.strip()}")
+        if self.backward is None:
+            return unmet | _unmet_choices(_COMPRESSION, self.compression, compressed)
+        forward = [message for message in compressed if message[2] == "tp.forward"]
+        backward = [message for message in compressed if message[2] == "tp.backward"]
+        unmet |= _unmet_choices(_COMPRESSION, self.compression, forward)
+        return unmet | _unmet_choices(_BACKWARD, self.backward, backward)
 
     def check(self, args: Namespace) -> None:
         if self.halves:
             check_halves(args)
         if not self.enabled:
             return
-        refuse_fp16(args, self.flag, self.codecs)
-        if args.transformer_impl not in ("local", "transformer_engine"):
-            raise CompressionConfigError(
-                f"--tp-compression does not cover --transformer-impl {args.transformer_impl}; use "
-                "transformer_engine or local, or drop --taco"
+        refuse_fp16(args, _COMPRESSION, self.codecs)
+        implementation = args.transformer_impl
+        if implementation not in ("local", "transformer_engine"):
+            raise SettingError(
+                _COMPRESSION,
+                None,
+                f"does not cover {argument('transformer_impl')} {implementation}",
+                "use transformer_engine or local, or drop --taco",
             )
         if args.num_experts is not None and args.moe_token_dispatcher_type == "alltoall":
             self._check_experts(args)
-        in_te = _NOT_COVERED_IN_TE if args.transformer_impl == "transformer_engine" else {}
-        refuse_flags(args, in_te | _NOT_COVERED, "drop one of the two")
-        for flag, text, choices in (
-            (self.flag, self.compression, self._forward[1]),
+        not_covered = _NOT_COVERED
+        if implementation == "transformer_engine":
+            not_covered = _NOT_COVERED_IN_TE | _NOT_COVERED
+        refuse_arguments(args, not_covered, "drop one of the two")
+        self._check_layers(args)
+
+    def _check_layers(self, args: Namespace) -> None:
+        """Refuse numbers of layers that the model does not have."""
+        every_layer = Choice(None, None, parse_layers(self.layers))
+        for path, text, choices in (
+            (_COMPRESSION, self.compression, self._forward[1]),
             (_BACKWARD, self.backward, self._backward[1]),
-            (_LAYERS, self.layers, [Choice(None, None, parse_layers(self.layers))]),
+            (_LAYERS, self.layers, [every_layer]),
         ):
-            layers = [layer for choice in choices for layer in choice.layers or ()]
-            last = max((layer for layer in layers if isinstance(layer, int)), default=0)
+            named = [layer for choice in choices for layer in choice.layers or ()]
+            last = max((layer for layer in named if isinstance(layer, int)), default=0)
             if last >= args.num_layers:
-                raise CompressionConfigError(
-                    f"{flag} {text} names layer {last}: with --num-layers {args.num_layers} layers are 0 to "
-                    f"{args.num_layers - 1}"
+                raise SettingError(
+                    path,
+                    text,
+                    f"names layer {last}: with {argument('num_layers')} {args.num_layers} layers are 0 to "
+                    f"{args.num_layers - 1}",
                 )
 
     def _check_experts(self, args: Namespace) -> None:
-        """Ranks that share an expert send each other as many tokens as the router gives them."""
+        """Refuse codecs that do not fit single tokens where the router decides how many a rank sends."""
         if args.expert_tensor_parallel_size > 1:
-            refuse_host_splits(args, self.flag)
-        equal_parts = args.moe_pad_expert_input_to_capacity or args.expert_tensor_parallel_size == 1
-        for codec in [] if equal_parts else self.codecs:
+            refuse_host_splits(args, setting(_COMPRESSION))
+        if args.moe_pad_expert_input_to_capacity or args.expert_tensor_parallel_size == 1:
+            return  # all ranks send equal parts
+        for codec in self.codecs:
             if reason := why_not_rows(codec, args.moe_latent_size or args.hidden_size):
-                raise CompressionConfigError(
-                    f"{self.flag} {codec.name} {reason}; or give --expert-tensor-parallel-size 1"
-                )
+                alternative = f"or give {argument('expert_tensor_parallel_size')} 1"
+                raise SettingError(_COMPRESSION, codec.name, reason, alternative)
 
     def describe(self) -> str:
         if not self.enabled:
-            return "tensor parallelism interleaves halves of a micro-batch, uncompressed"
-        line = f"tensor parallelism uses {self.compression}, messages from {self.min_bytes / 2**20:g} MiB on"
+            return "tensor parallelism: halves of a micro-batch interleaved, uncompressed"
+        parts = [self.compression]
         if self.backward is not None:
-            line += f", gradients {self.backward}"
+            parts.append(f"gradients {self.backward}")
+        if self.min_bytes:
+            parts.append(f"messages below {self.min_bytes / 2**20:g} MiB uncompressed")
         if self.halves:
-            line += ", halves of a micro-batch interleaved"
+            parts.append("halves of a micro-batch interleaved")
         if self.layers != "all":
-            line += f", layers {self.layers}"
-        return line
+            parts.append(f"layers {self.layers}")
+        return f"tensor parallelism: {', '.join(parts)}"
+
+
+def _unmet_choices(
+    path: str, text: str, messages: Iterable[tuple[str, int | str | None, str]]
+) -> set[str]:
+    """The later parts of a spec by site and layer that decide about none of ``messages``."""
+    choices = parse_choices(text, path)[1]  # the last part first, as it wins
+    deciding: set[int] = set()
+    for site, layer, _ in messages:
+        for number, choice in enumerate(choices):
+            if choice.names(site, layer):
+                deciding.add(number)
+                break
+    parts = [part.strip() for part in reversed(text.split(";")[1:])]
+    return {
+        f"{setting(path)} {part}" for number, part in enumerate(parts) if number not in deciding
+    }
 
 
 @functools.cache
-def parse_layers(text: str, flag: str = _LAYERS) -> frozenset[int | str] | None:
-    """``0,4-6,output`` -> the layers it names: {0, 4, 5, 6, "output"}; None for ``all``."""
+def parse_layers(text: str, path: str = _LAYERS) -> frozenset[int | str] | None:
+    """The layers that a text names: ``0,4-6,output`` are {0, 4, 5, 6, "output"}, and ``all`` is None.
+
+    Args:
+        text: numbers, ranges and names of layers, separated by commas.
+        path: the setting that has the text, for errors.
+
+    Raises: SettingError: something in it is no layer.
+    """
     if text == "all":
         return None
     layers: set[int | str] = set()
     for part in text.split(","):
         part = part.strip()
-        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part, re.ASCII)
         if part in NAMED_LAYERS:
             layers.add(part)
-        elif found and int(found[1]) <= int(found[2] or found[1]):
-            layers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-        else:
-            raise CompressionConfigError(
-                f"{flag} {text}: {part!r} is not a layer; give numbers from 0, ranges such as 2-29, "
-                "embedding, output and mtp, separated by commas, or all"
+            continue
+        numbers = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part, re.ASCII)
+        first = int(numbers[1]) if numbers else 0
+        last = int(numbers[2] or numbers[1]) if numbers else -1
+        if first > last:
+            raise SettingError(
+                path,
+                text,
+                f": {part!r} is not a layer",
+                "give numbers from 0, ranges such as 2-29, embedding, output and mtp, separated by commas, "
+                "or all",
             )
+        layers.update(range(first, last + 1))
     return frozenset(layers)
 
 
 @functools.cache
-def parse_choices(text: str, flag: str) -> tuple[Codec | None, tuple[Choice, ...]]:
-    """The codec of all sites, and those of some, last first."""
-    first, *others = text.split(";")
+def parse_choices(text: str, path: str) -> tuple[Codec | None, tuple[Choice, ...]]:
+    """Parse a spec by site and layer, ``int6;fc2=int5;@0-1=int8``.
+
+    Args:
+        text: the spec.
+        path: the setting that has it, for errors.
+
+    Returns: the codec of all sites that no part names; the choices of the parts, the last part first.
+
+    Raises: SettingError: a part that is neither SITE=SPEC, @LAYERS=SPEC nor SITE@LAYERS=SPEC.
+    """
+    first, *parts = text.split(";")
     choices = []
-    for part in others:
+    for part in parts:
         where, equals, spec = part.strip().partition("=")
         site, at, layers = where.partition("@")
-        if not equals or (not site and not at) or (site and site not in SITES):
-            raise CompressionConfigError(
-                f"{flag} {text}: {part.strip()!r} must be SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, SITE "
-                f"one of {', '.join(SITES)}"
+        names_nothing = not site and not at
+        if not equals or names_nothing or (site and site not in SITES):
+            raise SettingError(
+                path,
+                text,
+                f": {part.strip()!r} must be SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, SITE one of "
+                f"{', '.join(SITES)}",
             )
-        codec = codec_of(spec, flag)
-        choices.append(Choice(codec, site or None, parse_layers(layers, flag) if at else None))
-    return codec_of(first.strip(), flag), tuple(reversed(choices))
+        codec = codec_of(spec, path)
+        choices.append(Choice(codec, site or None, parse_layers(layers, path) if at else None))
+    return codec_of(first.strip(), path), tuple(reversed(choices))
 
 
-def check_halves(args: Namespace) -> None:
-    """Raises: CompressionConfigError: what halves of a micro-batch cannot have, of Megatron's arguments or of
-    a ``TransformerConfig``, which has those that would give a wrong gradient."""
+def check_halves(args: Any) -> None:
+    """Refuse what halves of a micro-batch cannot have.
+
+    Args:
+        args: Megatron's arguments, or a ``TransformerConfig``, which has those that would give a wrong
+            gradient.
+
+    Raises: SettingError: one of them does not fit.
+    """
+    drop = f"drop {_HALVES}"
     implementation = args.transformer_impl
     if implementation != "local":
-        raise CompressionConfigError(
-            f"{HALVES} needs --transformer-impl local: layers of {implementation} wait for a sum before they "
-            "return it; give local or drop the flag"
+        raise SettingError(
+            _OVERLAP,
+            "halves",
+            f"needs {argument('transformer_impl')} local: layers of {implementation} wait for a sum before "
+            "they return it",
+            "give local or drop the flag",
         )
-    refuse_flags(args, _NOT_HALVED, f"drop it or {HALVES}")
-    refuse_by_layer(args, HALVES, "calls the modules of two layers in turn")
+    refuse_arguments(args, _NOT_HALVED, f"drop it or {_HALVES}")
+    refuse_by_layer(args, _HALVES, "calls the modules of two layers in turn")
     modules = " ".join(sorted(set(args.recompute_modules or ()) - {"core_attn"}))
     if args.recompute_granularity == "selective" and modules:
-        raise CompressionConfigError(
-            f"--recompute-modules {modules} has a backward for each half, so that a weight's gradient would "
-            f"count as complete after one of two; recompute core_attn alone or drop {HALVES}"
+        raise SettingError(
+            "args.recompute_modules",
+            modules,
+            "has a backward for each half, so that a weight's gradient would count as complete after one of "
+            "two",
+            f"recompute core_attn alone or {drop}",
         )
     for name in ("mlp_chunks_for_training", "context_parallel_size"):
-        if (getattr(args, name, None) or 1) > 1:
-            raise CompressionConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} is not supported with {HALVES}; "
-                "drop one of the two"
-            )
+        value = getattr(args, name, None) or 1
+        if value > 1:
+            reason = f"is not supported with {_HALVES}"
+            raise SettingError(f"args.{name}", value, reason, "drop one of the two")
     if getattr(args, "micro_batch_size", 2) < 2:
-        raise CompressionConfigError(
-            f"--micro-batch-size {args.micro_batch_size} has no two halves; give 2 or more, or drop {HALVES}"
+        raise SettingError(
+            "args.micro_batch_size",
+            args.micro_batch_size,
+            "has no two halves",
+            f"give 2 or more, or {drop}",
         )
     if args.attention_dropout > 0:
-        raise CompressionConfigError(
-            f"--attention-dropout {args.attention_dropout:g} draws in a kernel by place in the batch, so "
-            f"halves would drop other scores than the whole; give 0 or drop {HALVES}"
+        raise SettingError(
+            "args.attention_dropout",
+            f"{args.attention_dropout:g}",
+            "draws in a kernel by place in the batch, so halves would drop other scores than the whole",
+            f"give 0 or {drop}",
         )

@@ -79,9 +79,9 @@ class TensorParallel(Dimension):
             for line in transports.prepare(
                 groups
             ):  # all ranks, also those whose chunks have no site
-                self.say(f"compression: {line}")
+                self.log(f"compression: {line}")
             if config.halves and not all(transports.transport(group).overlaps for group in groups):
-                self.say(
+                self.log(
                     f"compression: {HALVES} makes messages smaller and overlaps with none: over symmetric "
                     "memory a collective fills the device; drop it"
                 )
