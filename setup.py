@@ -6,7 +6,9 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 versions = runpy.run_path(str(Path(__file__).parent / "megatron" / "compression" / "versions.py"))
-extras = versions["EXTRAS"]
+extras = versions["EXTRAS"] | {
+    "docs": ["mkdocs", "mkdocstrings[python]"],  # mkdocs serve: these pages and the API reference
+}
 IN_DEV = sorted(
     extras.keys() - {"transformer-engine", "bridge"}
 )  # compiled, for about 25 minutes and more
@@ -35,7 +37,8 @@ setup(
     | {
         "dev": [
             *sorted({name for extra in IN_DEV for name in extras[extra]}),
-            *("pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy"),
+            *("pytest", "pytest-timeout", "pytest-xdist"),
+            *("ruff", "mypy", "pydoclint", "pre-commit"),
         ]
     },
 )

@@ -1,7 +1,8 @@
-"""What docs/quickstart.md and docs/extending.md show works: their blocks run in order, on two CPU ranks.
+"""What README and the pages of docs/ show works: their blocks run in order, on two CPU ranks.
 
 A block whose first line is ``# name.py`` becomes that file. Other ``python`` blocks run as scripts, ``bash``
-blocks in a shell. Blocks of other languages (``text``, ``toml``, ``console``) are for reading.
+blocks in a shell. ``text`` blocks are for reading. ``console`` blocks are for the reader's own machines: their
+launch lines, where nothing is left out, are given to Megatron's parser and ours.
 """
 
 import os
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import REPO, START_FAST, environment, launched
-
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.thorough]
+from tests.distributed.launch import REPO, START_FAST, environment, free_port, launched
+from tests.distributed.spawn import spawn
+from tests.distributed.test_examples import fake
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
+_LEFT_OUT = re.compile(r"\.\.\.|<[\w' ]+>|your_|their_")
+"""What a launch line that the reader has to complete contains."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,15 @@ class Block:
     @property
     def file(self) -> str | None:
         """The name of the file that the block is; None: it is to be run."""
-        found = _FILE.match(self.text)
-        return found and found[1]
+        match = _FILE.match(self.text)
+        return match and match[1]
 
 
-def code_blocks(page: Path) -> list[Block]:
-    """The ``python`` and ``bash`` blocks of a page."""
-    return [
-        Block(*found)
-        for found in _BLOCK.findall(page.read_text())
-        if found[0] in ("python", "bash")
-    ]
+def blocks_of(name: str, *languages: str) -> list[Block]:
+    """The blocks of these languages of README.md or of a page in docs/."""
+    page = REPO / name if name == "README.md" else REPO / "docs" / name
+    blocks = [Block(*match) for match in _BLOCK.findall(page.read_text())]
+    return [block for block in blocks if block.language in languages]
 
 
 def run(block: Block, folder: Path, timeout: float = 400) -> str:
@@ -58,11 +59,18 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
         words = ["bash", "-euo", "pipefail", "-c", text]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     imports = os.pathsep.join(map(str, (START_FAST, folder, REPO)))
-    run = launched(words, environment(PATH=path, PYTHONPATH=imports), folder).finish(timeout)
+    variables = environment(PATH=path, PYTHONPATH=imports, MASTER_PORT=str(free_port()))
+    run = launched(words, variables, folder).finish(timeout)
     assert run.returncode == 0, (
         f"exit status {run.returncode} of\n{block.text}\n{run.output[-6000:]}"
     )
     return run.output
+
+
+def run_page(name: str, folder: Path) -> list[str]:
+    """What each ``python`` and ``bash`` block of a page prints, run in their order in a clone."""
+    clone(folder)
+    return [run(block, folder) for block in blocks_of(name, "python", "bash")]
 
 
 def clone(folder: Path) -> Path:
@@ -73,21 +81,157 @@ def clone(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_readme(tmp_path):
+    _, training = run_page("README.md", tmp_path)
+    assert float(re.findall(r"tensor-parallel ratio: ([\d.]+)", training)[-1]) > 1.5
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
 def test_quickstart(tmp_path):
-    folder = clone(tmp_path)
-    outputs = [run(block, folder) for block in code_blocks(REPO / "docs" / "quickstart.md")]
+    *outputs, own_loop = run_page("quickstart.md", tmp_path)
     for dimension, output in zip(("tensor", "pipeline", "data"), outputs, strict=True):
         assert f"{dimension}-parallel ratio" in output
-    assert (
-        "What one GPU sends in one iteration"
-        in (folder / "runs" / "quickstart" / "report.md").read_text()
-    )
+    report = (tmp_path / "runs" / "quickstart" / "report.md").read_text()
+    assert "What one GPU sends in one iteration" in report
+    assert "iteration 4: loss" in own_loop and "rank 0 sent in 4 iterations" in own_loop
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
 def test_extending(tmp_path):
-    folder, blocks = clone(tmp_path), code_blocks(REPO / "docs" / "extending.md")
-    _, tried, _, collective, training, gradients = [run(block, folder) for block in blocks]
+    _, tried, _, collective, training, gradients = run_page("extending.md", tmp_path)
     assert "relative error" in tried
     assert collective.count("relative error") == 2
     assert float(re.findall(r"tensor-parallel ratio: ([\d.]+)", training)[-1]) > 1.5
     assert "data-parallel ratio" in gradients
+
+
+def test_choosing(tmp_path):
+    """The prediction for nodes with InfiniBand; FSDP2's lines are valid Python."""
+    predicted, _ = run_page("choosing.md", tmp_path)
+    assert "uncompressed" in predicted and "--dp-compression gradients-4bit" in predicted
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_several_nodes(tmp_path):
+    [output] = run_page("cluster.md", tmp_path)
+    assert "a data-parallel group is 2 nodes of 1 rank" in output
+    assert "between nodes:" in output
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_loss(tmp_path):
+    [output] = run_page("loss.md", tmp_path)
+    assert "training loss, iteration 6" in output and "x fewer" in output
+    assert (tmp_path / "runs" / "loss-compared" / "comparison.md").exists()
+
+
+def test_fsdp2():
+    """The page's function is valid Python; tests/distributed/test_fsdp2.py trains with it."""
+    [block] = blocks_of("fsdp2.md", "python")
+    exec(compile(block.text, "fsdp2.md", "exec"), {})
+
+
+# Launch lines for the reader's machines.
+
+AUTO = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+"""What --compression auto decides where no experts and no context parallelism are in use."""
+
+
+def launch_lines(name: str, folder: Path) -> list[list[str]]:
+    """The words that the console blocks of a page give to torchrun, those with nothing left out.
+
+    torchrun, sbatch, ssh and mpirun are stand-ins: the first writes its words down, the others run what they
+    are to start.
+    """
+    file = folder / "torchrun.words"
+    fake(folder, "torchrun", f'printf "%s\\n" "$@" END >>{file}')
+    fake(folder, "sbatch", 'shift 3; NNODES=2 exec examples/"$@"')
+    fake(folder, "ssh", 'exec bash -c "$2"')
+    fake(folder, "mpirun", 'shift 8; OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 exec "$@"')
+    for block in blocks_of(name, "console"):
+        starts_training = re.search(r"torchrun|examples/.*\.sh|sbatch", block.text)
+        if starts_training and not _LEFT_OUT.search(block.text):
+            variables = environment(PATH=f"{folder}:{os.environ['PATH']}")
+            run = launched(["bash", "-euo", "pipefail", "-c", block.text], variables, folder)
+            finished = run.finish(60)
+            assert finished.returncode == 0, f"{block.text}\n{finished.output}"
+    lines, words = [], file.read_text().splitlines()
+    while words:
+        end = words.index("END")
+        lines.append(words[:end])
+        words = words[end + 1 :]
+    return lines
+
+
+def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str, str]]:
+    """The codec of each kind of parallelism that each line compresses; in a process of its own, for Megatron's
+    state is global."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    from megatron.compression.config import DIMENSIONS
+    from megatron.compression.flags import resolve
+    from megatron.compression.huggingface.models import add_qwen_arguments, expand
+    from megatron.compression.setup import adapt_arguments, add_arguments
+
+    def arguments(parser):
+        return add_qwen_arguments(add_arguments(parser))
+
+    codecs = []
+    for words in lines:
+        launch = [word.replace("_", "-") for word in words[:10]]
+        ranks = [int(launch[launch.index(flag) + 1]) for flag in ("--nproc-per-node", "--nnodes")]
+        os.environ["WORLD_SIZE"] = str(ranks[0] * ranks[1])
+        start = next(i for i, word in enumerate(words) if "pretrain_" in word)
+        flags = words[start + 1 :]
+        if "--qwen-model" in flags:
+            flags = expand(flags)[0]
+        sys.argv = ["pretrain.py", *flags]
+        args = parse_args(arguments)
+        validate_args(args)
+        adapt_arguments(args)
+        config = resolve(args)
+        specs = {name: getattr(config, name).compression for name in DIMENSIONS}
+        specs = {name: spec for name, spec in specs.items() if spec != "none"}
+        codecs.append(specs | {name: "auto" for name in config.auto})
+    return codecs
+
+
+@pytest.mark.parametrize(
+    ("page", "compressed"),
+    [
+        (
+            "choosing.md",
+            [
+                {"tensor_parallel": "int8"},  # a box of PCIe GPUs
+                {"tensor_parallel": "int8"},  # in CUDA graphs with halves
+                dict.fromkeys(AUTO, "auto"),  # InfiniBand, with SLURM
+                dict.fromkeys(AUTO, "auto"),  # and without
+                {"expert_parallel": "int8"},
+                {"data_parallel": "sdp4bit"},  # experts on two nodes
+                {"data_parallel": "none:outer=int8"},  # two data centres
+            ],
+        ),
+        ("cluster.md", [{"data_parallel": "sdp4bit"}] * 4),
+        (
+            "quickstart.md",
+            [
+                {"tensor_parallel": "int8"},
+                {"tensor_parallel": "int8"},
+                {"tensor_parallel": "taco", "data_parallel": "sdp4bit"},
+            ],
+        ),
+    ],
+)
+def test_launch_lines_are_what_the_parsers_take(page, compressed, tmp_path):
+    lines = launch_lines(page, clone(tmp_path))
+    megatron = [words for words in lines if any("pretrain_" in word for word in words)]
+    others = [words for words in lines if words not in megatron]
+    assert all("examples/fsdp2.py" in words for words in others)
+    [codecs] = spawn(parsed, 1, megatron)
+    assert codecs == compressed

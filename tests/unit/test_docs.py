@@ -1,12 +1,21 @@
-"""What the docs name exists: flags, codecs, files, headings."""
+"""What the docs name exists: flags, codecs, files, headings, numbers; commands are run by a test or marked."""
 
 import argparse
+import csv
+import importlib
 import re
+import subprocess
+import sys
+import tomllib
+import types
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron import compression
 from megatron.compression.codecs import CODECS, parse_codec, recipes
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.flags import REMOVED, add_flags
@@ -21,6 +30,9 @@ CURRENT = [page for page in PAGES + RESULTS if page.name != "removed.md"]
 
 OTHERS = {  # flags of other programs
     *("--nproc-per-node", "--standalone", "--nnodes", "--nodes", "--help"),
+    *("--node-rank", "--master-addr", "--master-port"),  # torchrun
+    *("--strict", "--site-dir"),  # mkdocs
+    *("--shm-size", "--pid"),  # docker, py-spy
     *("--fast", "--all", "--with-transformer-engine", "--pdb"),
     *(
         "--tensor-parallel",
@@ -143,3 +155,180 @@ def test_files_named_in_code_exist(page):
     for module in re.findall(r"-m ((?:megatron|taco_kernels|scripts)[\w.]*\w)", text):
         path = REPO / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), module
+
+
+# Blocks of code and how they are marked.
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+RUN = ("bash", "python")
+"""Languages of blocks that tests/distributed/test_pages.py runs."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_block_is_run_or_marked(page):
+    """Text is for reading; a console block says first what it needs that a test does not have."""
+    for language, text in BLOCK.findall(page.read_text()):
+        assert language in (*RUN, "console", "text"), (
+            f"{page_id(page)}: {language or 'no language'}"
+        )
+        if language == "console":
+            assert re.match(r"# needs: \w", text), f"{page_id(page)}: {text.splitlines()[0]}"
+
+
+def test_blocks_that_run_are_on_pages_that_a_test_runs():
+    source = (REPO / "tests" / "distributed" / "test_pages.py").read_text()
+    for page in PAGES:
+        if any(language in RUN for language, _ in BLOCK.findall(page.read_text())):
+            assert f'"{page.name}"' in source, f"no test runs the blocks of {page_id(page)}"
+
+
+def test_the_codec_of_the_readme_encodes_and_decodes():
+    text = (REPO / "README.md").read_text()
+    [source] = [block for language, block in BLOCK.findall(text) if language == "python"]
+    module = types.ModuleType("my_codec")
+    exec(compile(source, "my_codec.py", "exec"), vars(module))
+    codec = module.RowInt8()
+    x = torch.randn(3, 7, 100, generator=torch.Generator().manual_seed(0))
+    payloads = codec.encode(x)
+    assert payloads.dtype == torch.uint8 and payloads.shape == (3, codec.payload_bytes((7, 100)))
+    decoded = codec.decode(payloads, (7, 100), torch.float32)
+    assert 0 < (decoded - x).norm() / x.norm() < 0.01
+    assert not codec.decode(codec.encode(x / 0), (7, 100), torch.float32).isfinite().any()
+
+
+# Numbers and advice.
+
+NUMBER = re.compile(r"\b\d\.\d\d\b")
+COST = re.compile(r"\+\d\.\d+")
+ADVICE = (
+    "For your own runs take `int8`. `--taco` is the codec of the TACO paper: take it to reproduce the "
+    "paper. `int8` is smaller, as fast, and has about a tenth of its cost in loss"
+)
+
+
+def tables(page: Path) -> list[list[dict[str, str]]]:
+    """The tables of a page: their rows, cells by the column's heading."""
+    result = []
+    for lines in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.M):
+        heading, _, *rows = [
+            [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|\n"))]
+            for line in lines.splitlines()
+        ]
+        result.append([dict(zip(heading, cells, strict=True)) for cells in rows])
+    return result
+
+
+def results_text() -> str:
+    return "\n".join(page.read_text() for page in RESULTS)
+
+
+@pytest.fixture(scope="module")
+def measured() -> set[str]:
+    """Speed-ups of today.csv."""
+    with (REPO / "docs" / "results" / "today.csv").open(newline="") as stream:
+        return {row["speed"] for row in csv.DictReader(stream)}
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
+def test_speed_ups_are_measured(name, measured):
+    """Each stands in today.csv, or on the page of results that its row links to."""
+    page, elsewhere, checked = REPO / name, results_text(), 0
+    for row in (row for table in tables(page) for row in table if "speed-up" in row):
+        linked = re.findall(r"\]\(([^)#]+\.md)", " ".join(row.values()))
+        text = "\n".join((page.parent / link).read_text() for link in linked)
+        for number in NUMBER.findall(re.sub(r"\(.*?\)", "", row["speed-up"])):
+            known = number in text if linked else number in measured or number in elsewhere
+            assert known or number in measured, f"{name}: {row}"
+            checked += 1
+    assert checked > 10
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/choosing.md", "docs/loss.md"])
+def test_costs_in_loss_are_measured(name):
+    text = results_text()
+    for table in tables(REPO / name):
+        for row in table:
+            for cost in COST.findall(" ".join(row.values())):
+                assert cost in text or f"{cost}0" in text, f"{name}: {cost} of {row}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
+def test_tables_of_numbers_have_one_a_cell(name):
+    for table in tables(REPO / name):
+        for column in ("speed-up", "small, %", "small model, %", "pretrained model, %"):
+            for row in (row for row in table if column in row):
+                assert len(re.findall(r"\d+\.\d+", row[column].split("(")[0])) <= 1, row
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md", "docs/choosing.md"])
+def test_pages_give_one_advice_on_the_codec(name):
+    text = re.sub(r"\s+", " ", (REPO / name).read_text())
+    assert ADVICE in text
+
+
+def test_no_page_of_advice_has_macros():
+    for page in PAGES:
+        assert "<!--=" not in page.read_text(), page_id(page)
+
+
+# The site and the project's own files.
+
+
+def test_the_api_page_names_what_is_public():
+    names = re.findall(r"^::: ([\w.]+)$", (REPO / "docs" / "api.md").read_text(), re.M)
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    public = {f"megatron.compression.{name}" for name in compression.__all__}
+    assert public <= {*names}, f"missing: {', '.join(sorted(public - {*names}))}"
+
+
+def test_the_site_lists_every_page():
+    text = (REPO / "mkdocs.yml").read_text()
+    listed = set(re.findall(r": ([\w/]+\.md)$", text, re.M))
+    pages = {str(page.relative_to(REPO / "docs")) for page in (REPO / "docs").rglob("*.md")}
+    assert listed == pages | {"index.md", "contributing.md", "changelog.md"}
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    built = subprocess.run(words, cwd=REPO, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert "Parameters" in (tmp_path / "api" / "index.html").read_text()
+
+
+def test_the_workflow_runs_the_tests():
+    workflow = yaml.safe_load((REPO / ".github" / "workflows" / "tests.yml").read_text())
+    [job] = workflow["jobs"].values()
+    commands = [step.get("run") for step in job["steps"]]
+    assert "./scripts/test.sh" in commands
+    [version] = [
+        step["with"]["python-version"] for step in job["steps"] if "setup-python" in str(step)
+    ]
+    assert version == "3.12"
+
+
+def test_pre_commit_runs_tools_of_the_environment():
+    config = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
+    [repo] = config["repos"]
+    assert repo["repo"] == "local"
+    tools = {hook["entry"].split()[0] for hook in repo["hooks"]}
+    assert tools == {"ruff", "mypy", "pydoclint"}
+    assert all(hook["language"] == "system" for hook in repo["hooks"])
+    assert all(f'"{tool}"' in (REPO / "setup.py").read_text() for tool in (*tools, "pre-commit"))
+
+
+def test_issue_templates_are_forms():
+    for path in (REPO / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.name != "config.yml":
+            assert form["name"] and form["description"] and form["body"], path.name
+            assert all(part["attributes"]["label"] for part in form["body"]), path.name
+
+
+def test_the_citation_has_the_version():
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert str(citation["version"]) == project["version"]
+    assert citation["license"] == project["license"]

@@ -18,7 +18,7 @@ def today() -> list[dict]:
 @pytest.mark.parametrize("page", draw_readme.PAGES, ids=lambda page: page.name)
 def test_pages_show_the_file(page, today) -> None:
     text = page.read_text()
-    assert "<!--=" in text and draw_readme.filled(text, today) == text
+    assert draw_readme.filled(text, today) == text
 
 
 def test_the_file_is_as_it_would_be_written(today) -> None:
