@@ -1,14 +1,19 @@
 """What megatron-core's wheel lacks or expects from apex and Transformer Engine, filled by torch.
 
-Megatron expects the fused Adam of Transformer Engine or apex, whose step count lives in the parameter group.
-torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core's ``DistributedOptimizer`` trips
-over it in three places on the way back from a checkpoint:
+Megatron expects the fused optimizers of Transformer Engine or apex, whose step count lives in the parameter
+group. torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core trips over it on the way
+back from a checkpoint:
 
-sharded_state_dict(is_loading=True)
-    asks for the step of an optimizer that has not stepped yet: an assertion fails.
-load_state_dict
+MegatronOptimizer.sharded_state_dict(is_loading=True), of all optimizers
+    makes the state of an optimizer that has not stepped yet: without a step for Adam, which the first step
+    after the load misses (``KeyError``; an assertion in ``DistributedOptimizer``); and for SGD it calls None.
+ChainedOptimizer.state_dict(is_loading=True)
+    does not exist, though ``--ckpt-format torch_dcp`` calls it.
+load_checkpoint under ``--use-torch-fsdp2`` and ``--ckpt-format torch_dist``
+    reads tensors into their places and calls no ``load_state_dict``: steps start anew.
+DistributedOptimizer.load_state_dict
     hands every parameter the same step tensor: one iteration adds as many steps as there are parameters.
-_set_main_param_and_optimizer_states
+DistributedOptimizer._set_main_param_and_optimizer_states
     looks for ``step`` in checkpoints that keep it elsewhere, and copies into a leaf that requires a gradient.
 """
 
@@ -164,52 +169,147 @@ def on_master_copy(take: Callable[[Any], bool]) -> None:
 
 
 def make_torch_adam_resumable() -> None:
-    """Resume ``DistributedOptimizer`` with torch's Adam bit for bit; see above. With Transformer Engine or
-    apex nothing is replaced."""
-    module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    if module.HAVE_APEX_OR_TE:
+    """Let Megatron's optimizers around torch's Adam, AdamW and SGD resume bit for bit; see above.
+
+    Why: megatron-core's wheel runs without Transformer Engine and apex, but resumes with their optimizers
+    alone. Not reached: optimizers of a user's own; with Transformer Engine or apex only the loading in place
+    and ``torch_dcp`` are mended.
+    """
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizers = importlib.import_module("megatron.core.optimizer.optimizer")
+    checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    expected = ("model_sharded_state_dict", "is_loading")
+    for wrapper in (optimizers.Float16OptimizerWithFloat16Params, optimizers.FP32Optimizer):
+        around(wrapper, "sharded_state_dict", expected, _loaded_in_place)
+    follow(checkpointing, "load", ("sharded_state_dict",), _restore_in_place)
+    around(optimizers.ChainedOptimizer, "state_dict", ("self",), _chained_state)
+    if distributed.HAVE_APEX_OR_TE:
         return
-    optimizer = module.DistributedOptimizer
     around(
-        optimizer,
-        "sharded_state_dict",
-        ("model_sharded_state_dict", "is_loading"),
-        _primed_for_loading,
+        distributed.DistributedOptimizer, "sharded_state_dict", expected, _primed_for_loading
     )
-    around(optimizer, "load_state_dict", ("state_dict",), _with_own_steps)
+    around(
+        distributed.DistributedOptimizer, "load_state_dict", ("state_dict",), _with_steps_of_their_own
+    )
     states = "_set_main_param_and_optimizer_states"
-    around(optimizer, states, ("model_param", "tensors"), _with_step_of_group)
+    around(
+        distributed.DistributedOptimizer, states, ("model_param", "tensors"), _with_step_of_group
+    )
 
 
-def _has_torch_adam(distributed_optimizer) -> bool:
+def _has_torch_adam(wrapper) -> bool:
     import torch
 
-    return isinstance(distributed_optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return isinstance(wrapper.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def prime(optimizer: "torch.optim.Optimizer") -> None:
-    """Give each parameter the state that Adam has before its first step; keep what is there."""
+def prime(optimizer: "torch.optim.Optimizer | None", config: Any = None) -> None:
+    """Give each parameter the state that torch's Adam or SGD has before its first step.
+
+    A state that exists is kept, and so is one of another optimizer. The signature is that of an
+    ``init_state_fn`` of Megatron's, which passes its ``config``; None stands for a rank without parameters.
+    """
     import torch
 
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        make = _adam_state
+    elif isinstance(optimizer, torch.optim.SGD):
+        make = _sgd_state
+    else:
+        return
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state[param]
-            if not state:
-                place = param.device if group.get("fused") or group.get("capturable") else None
-                state["step"] = torch.zeros((), dtype=torch.float32, device=place)
-                state["exp_avg"] = torch.zeros_like(param.data)
-                state["exp_avg_sq"] = torch.zeros_like(param.data)
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter].update(make(group, parameter))
+
+
+def _adam_state(group: dict, parameter: "torch.Tensor") -> dict:
+    import torch
+
+    # a fused or capturable Adam counts on the device
+    device = parameter.device if group.get("fused") or group.get("capturable") else None
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(parameter.data),
+        "exp_avg_sq": torch.zeros_like(parameter.data),
+    }
+
+
+def _sgd_state(group: dict, parameter: "torch.Tensor") -> dict:
+    import torch
+
+    if not group["momentum"]:
+        return {}
+    return {"momentum_buffer": torch.zeros_like(parameter.data)}
+
+
+def _prime_wrapper(wrapper: Any) -> None:
+    """Prime the torch optimizer in a Megatron optimizer, before it is asked where to load a state to."""
+    prime(wrapper.optimizer)
+    if wrapper.init_state_fn is None:  # as for SGD; it is called without a look
+        wrapper.init_state_fn = prime
 
 
 def _primed_for_loading(
     original, self, model_sharded_state_dict, is_loading=False, *args, **kwargs
 ):
-    if is_loading and _has_torch_adam(self):
-        prime(self.optimizer)
+    if is_loading:
+        _prime_wrapper(self)
     return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
 
 
-def _with_own_steps(original, self, state_dict):
+_WRAPPER = "wrapper_that_is_loaded"
+"""In the state dict of an optimizer that is loaded: the Megatron optimizer itself. It is not saved."""
+
+
+def _loaded_in_place(original, self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    state = _primed_for_loading(
+        original, self, model_sharded_state_dict, is_loading, *args, **kwargs
+    )
+    if is_loading:
+        state[_WRAPPER] = LocalNonpersistentObject(self)
+    return state
+
+
+def _restore_in_place(result: Any, given: dict) -> None:
+    """Restore what is no sharded tensor of the optimizers that asked for it, from what has been loaded."""
+    loaded = result[0] if isinstance(result, tuple) else result  # with missing and unexpected keys
+    saved = loaded.get("optimizer")
+    if not isinstance(saved, dict):
+        return
+    chained = [saved, *saved.values()]  # one optimizer's state, or several by number
+    for state in chained:
+        if isinstance(state, dict) and _WRAPPER in state:
+            _restore_steps(state.pop(_WRAPPER), state)
+
+
+def _restore_steps(wrapper: Any, saved: dict) -> None:
+    import torch
+
+    optimizer_state = saved.get("optimizer", saved)  # a mixed-precision optimizer's has more beside it
+    step = optimizer_state["state"].get("common_step")
+    if step is not None:  # torch's, a tensor for each parameter
+        with torch.no_grad():
+            for state in wrapper.optimizer.state.values():
+                state["step"].copy_(step)
+    groups = wrapper._filter_and_reorder_param_groups(
+        wrapper.optimizer.param_groups, optimizer_state["param_groups"]
+    )
+    for group, saved_group in zip(wrapper.optimizer.param_groups, groups, strict=True):
+        if "step" in saved_group:  # Transformer Engine's and apex's
+            group["step"] = saved_group["step"]
+
+
+def _chained_state(original, self, is_loading=False):
+    if is_loading:
+        for wrapper in self.chained_optimizers:
+            _prime_wrapper(wrapper)
+    return original(self)
+
+
+def _with_steps_of_their_own(original, self, state_dict):
     import torch
 
     with torch.no_grad():
