@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.fsdp2 import Fsdp2Compression, attach
-from tests.distributed.launch import UNKNOWN, pretrain, start, tiny_flags
+from tests.distributed.launch import UNKNOWN, go_back_to, pretrain, start, tiny_flags
 from tests.distributed.spawn import spawn
 from tests.distributed.transport_audit import TransportAudit, total_of
 
@@ -347,18 +347,59 @@ def test_refusals() -> None:
     spawn(refusal_worker, 2)
 
 
+MEGATRON = (
+    "--use-torch-fsdp2",
+    "--untie-embeddings-and-output-weights",
+    "--no-gradient-accumulation-fusion",
+)
+"""With Megatron's own conditions for it."""
+OWN_STREAMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+"""What Megatron asks for with FSDP2, which communicates on streams of its own."""
+
+
 def test_megatron() -> None:
     """--use-torch-fsdp2: the same losses over lossless gathers, and every byte counted."""
-    flags = ("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", "--bf16")
-    flags = tiny_flags(*flags, "--no-gradient-accumulation-fusion")
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    plain = pretrain(*flags, env=env)
-    compressed = pretrain(*flags, "--dp-compression", "none", "lossless", env=env)
+    flags = tiny_flags(*MEGATRON, "--bf16")
+    plain = pretrain(*flags, env=OWN_STREAMS)
+    compressed = pretrain(*flags, "--dp-compression", "none", "lossless", env=OWN_STREAMS)
     assert compressed.losses == plain.losses and len(plain.losses) == 4
     for run in (plain, compressed):
         assert UNKNOWN not in run.output
     assert "weights lossless, gradients uncompressed" in compressed.output
     assert "data-parallel ratio: 1.2" in compressed.output
+
+
+RESUMED = {
+    "Adam, bf16": "--bf16 --dp-compression int8 lossless",
+    "Adam, fp32, uncompressed": "",
+    "SGD": "--bf16 --optimizer sgd --dp-compression int8 int8",
+    "Adam, torch_dcp": "--bf16 --ckpt-format torch_dcp --dp-compression int8 lossless",
+    "SGD, torch_dcp": "--bf16 --optimizer sgd --ckpt-format torch_dcp",
+}
+
+
+@pytest.mark.parametrize("words", RESUMED.values(), ids=RESUMED)
+def test_megatron_resumes(words: str, tmp_path: Path) -> None:
+    """A run under --use-torch-fsdp2 that is resumed ends in the bits of the uninterrupted one."""
+    check_resumed(tmp_path, *MEGATRON, *words.split())
+
+
+@pytest.mark.parametrize("words", ["--bf16", "", "--bf16 --optimizer sgd"])
+def test_megatron_resumes_without_shards(words: str, tmp_path: Path) -> None:
+    """So does one under Megatron's DDP without the distributed optimizer."""
+    check_resumed(tmp_path, "--no-gradient-accumulation-fusion", *words.split())
+
+
+def check_resumed(folder: Path, *words: str) -> None:
+    """Four iterations saved after the second, and the last two once more from there: equal to the last bit."""
+    flags = tiny_flags(*words)
+    saving = ("--save", str(folder), "--save-interval", "2")
+    whole = pretrain(*flags, *saving, env=OWN_STREAMS)
+    go_back_to(2, folder)
+    resumed = pretrain(*flags, "--load", str(folder), env=OWN_STREAMS)
+    assert sorted(resumed.losses) == [3, 4]
+    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (3, 4)}
+    assert resumed.parameters == whole.parameters
 
 
 def test_example(tmp_path: Path) -> None:

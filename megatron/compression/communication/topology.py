@@ -140,30 +140,44 @@ class Topology:
 
 
 def find_topology(
-    group: dist.ProcessGroup, node_size: int | None = None, transports: Transports | None = None
+    group: dist.ProcessGroup,
+    node_size: int | None = None,
+    transports: Transports | None = None,
+    callers: dist.ProcessGroup | None = None,
 ) -> Topology:
-    """The topology of ``group``, with its process groups. Collective over all ranks of the job.
+    """Find the topology of a process group, and make the groups inside and between its nodes.
+
+    Collective over ``callers``.
 
     Args:
+        group: the ranks that share gradients or weights.
         node_size: members that count as one node, in the group's order; None: the real nodes.
         transports: the run's: how payloads travel inside a node, and how many communicators share one that
             crosses nodes, or that of the only exchange. None: one communicator of torch.distributed.
-    Raises: TransportError: ``--compression-transport host``, and ranks of a node cannot share memory.
+        callers: the ranks that call, ``group`` itself; None: all of the job.
+
+    Raises:
+        TransportError: ``--compression-transport host``, and ranks of a node cannot share memory.
     """
     transports = transports or Transports("collective", communicators=1)
     ranks = dist.get_process_group_ranks(group)
-    node_of_rank = (
-        nodes_of(group) if node_size is None else [i // node_size for i in range(len(ranks))]
-    )
+    if node_size is None:
+        node_of_rank = nodes_of(group, callers)
+    else:
+        node_of_rank = [index // node_size for index in range(len(ranks))]
     shape = group_by_node(node_of_rank)
     nodes, local = shape or (len(ranks), 1)
     node, index = divmod(group.rank(), local)
-    inside, between = ranks[node * local : (node + 1) * local], ranks[index::local]
+    inside = ranks[node * local : (node + 1) * local]
+    between = ranks[index::local]
     two_hops = nodes > 1 and local > 1
     memory, way = transports.host_memory(group) if nodes == 1 and local > 1 else (None, "")
     count = transports.count(group) if memory is None else 1
     hops = [inside, between, *[between] * (count - 1)] if two_hops else []
-    created = new_groups(hops + [ranks] * (count - 1))
+    created = new_groups(hops + [ranks] * (count - 1), callers)
+    if created is None:
+        way = "one exchange over torch.distributed: these ranks alone cannot make groups of nodes"
+        return Topology(group, len(ranks), 1, way=way, overflow=transports.overflow)
     by_link: dict[str, tuple[dist.ProcessGroup, ...]] = {}
     if two_hops:
         by_link = {INTRA: (created[0],), INTER: tuple(created[1 : len(hops)])}
@@ -173,13 +187,17 @@ def find_topology(
     return Topology(group, nodes, local, by_link, more, memory, way, regular, transports.overflow)
 
 
-def nodes_of(group: dist.ProcessGroup) -> list[int]:
-    """The node of every member, in the group's order, by torchrun's LOCAL_WORLD_SIZE or the hosts' names; see
-    ``nodes_by_views``. Collective over all ranks of the job."""
-    ranks = dist.get_process_group_ranks(group)
-    views = gather_objects((os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename))
+def nodes_of(group: dist.ProcessGroup, callers: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the node of every member, in the group's order: a number that members on one node share.
+
+    Collective over ``callers`` (None: all ranks of the job), by torchrun's LOCAL_WORLD_SIZE or the hosts'
+    names; see ``nodes_by_views``.
+    """
+    views = gather_objects((os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename), callers)
     nodes = nodes_by_views([int(size or 0) for size, _ in views], [host for _, host in views])
-    return [nodes[rank] for rank in ranks]
+    if callers is group:
+        return nodes
+    return [nodes[rank] for rank in dist.get_process_group_ranks(group)]
 
 
 def nodes_by_views(sizes: Sequence[int], hosts: Sequence[str]) -> list[int]:

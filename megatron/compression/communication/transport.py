@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from megatron.compression.codecs import Codec
@@ -361,17 +362,43 @@ class Transports:
         return SymmetricTransport(memory, on_send, self.overflow)
 
 
-def new_groups(wanted: Sequence[Sequence[int]]) -> list[dist.ProcessGroup]:
-    """Process groups of these global ranks, also of the same several times. Collective over all ranks of the
-    job: this one is in all that it wants, whose other members want them in the same places of their lists.
+def new_groups(
+    wanted: Sequence[Sequence[int]], callers: dist.ProcessGroup | None = None
+) -> list[dist.ProcessGroup] | None:
+    """Make process groups of global ranks, also of the same several times.
 
-    Every rank makes every group that any rank wants, in one order. (With ``use_local_synchronization``
-    members in different numbers of groups wait for each other forever.)
+    Collective over ``callers``: this rank is in all groups that it wants, whose other members want them in
+    the same places of their lists.
+
+    Args:
+        wanted: the global ranks of each group.
+        callers: the ranks that call; None: all of the job. Every rank then makes every group that any rank
+            wants, in one order.
+
+    Returns:
+        The groups in the order of ``wanted``; None where some of the job's ranks alone cannot make any.
     """
-    everyone = gather_objects([tuple(ranks) for ranks in wanted])
+    everyone = gather_objects([tuple(ranks) for ranks in wanted], callers)
     keys = {(number, ranks) for wishes in everyone for number, ranks in enumerate(wishes)}
-    created = {key: dist.new_group(list(key[1])) for key in sorted(keys)}
+    alone = callers is not None
+    if alone and keys and not _agree_on_names(callers):
+        return None
+    created = {
+        key: dist.new_group(list(key[1]), use_local_synchronization=alone)
+        for key in sorted(keys)
+        if not alone or dist.get_rank() in key[1]
+    }
     return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]
+
+
+def _agree_on_names(callers: dist.ProcessGroup) -> bool:
+    """Return whether these ranks would give a new group of theirs the same name. Collective over them.
+
+    Without the job's other ranks torch names a group by its ranks and by the number of groups that a rank is
+    in. Members with different numbers would wait for each other under different names, for ever.
+    """
+    memberships = len(distributed_c10d._world.pg_names)
+    return len(set(gather_objects(memberships, callers))) == 1
 
 
 def _own_disabled() -> set[str]:

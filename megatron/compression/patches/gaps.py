@@ -185,11 +185,12 @@ def make_torch_adam_resumable() -> None:
     around(optimizers.ChainedOptimizer, "state_dict", ("self",), _chained_state)
     if distributed.HAVE_APEX_OR_TE:
         return
+    around(distributed.DistributedOptimizer, "sharded_state_dict", expected, _primed_for_loading)
     around(
-        distributed.DistributedOptimizer, "sharded_state_dict", expected, _primed_for_loading
-    )
-    around(
-        distributed.DistributedOptimizer, "load_state_dict", ("state_dict",), _with_steps_of_their_own
+        distributed.DistributedOptimizer,
+        "load_state_dict",
+        ("state_dict",),
+        _with_steps_of_their_own,
     )
     states = "_set_main_param_and_optimizer_states"
     around(
@@ -288,7 +289,9 @@ def _restore_in_place(result: Any, given: dict) -> None:
 def _restore_steps(wrapper: Any, saved: dict) -> None:
     import torch
 
-    optimizer_state = saved.get("optimizer", saved)  # a mixed-precision optimizer's has more beside it
+    optimizer_state = saved.get(
+        "optimizer", saved
+    )  # a mixed-precision optimizer's has more beside it
     step = optimizer_state["state"].get("common_step")
     if step is not None:  # torch's, a tensor for each parameter
         with torch.no_grad():
