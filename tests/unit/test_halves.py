@@ -28,8 +28,10 @@ class _Linear(torch.nn.Module):
         self.weight, self.function, self.site, self.deferred = weight, function, site, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = (None,) if self.function is column_parallel_linear else ()
-        return self.function(x, self.weight, *bias, self.site, False, self.deferred)
+        messages = self.site.pair("tp.forward", "tp.backward", x.nbytes)
+        if self.function is column_parallel_linear:
+            return column_parallel_linear(x, self.weight, None, messages, False, self.deferred)
+        return row_parallel_linear(x, self.weight, messages, False, self.deferred)
 
 
 class _Mlp(torch.nn.Module):

@@ -1,6 +1,5 @@
 """The order of a backward: exchange under way, weight gradients behind it, then the rest."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,17 +14,50 @@ from megatron.compression.tensor_parallel.functions import (
 )
 
 
+class OneRankMessage:
+    """An all-reduce of one rank."""
+
+    operation = "all_reduce"
+
+    def __init__(self, site: "OneRankSite", traffic: str) -> None:
+        self.site = site
+        self.traffic = traffic
+
+    def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
+        return self.site.all_reduce(x, self.traffic)
+
+
+class OneRankPair:
+    """The messages of a layer's call on one rank."""
+
+    compressed = True
+
+    def __init__(self, site: "OneRankSite") -> None:
+        self.site = site
+
+    def forward(self, operation: str) -> OneRankMessage:
+        return OneRankMessage(self.site, "tp.forward")
+
+    def backward(self, operation: str) -> OneRankMessage:
+        return OneRankMessage(self.site, "tp.backward")
+
+
 class OneRankSite:
     """A site whose collectives give back what they get, in one exchange or two, and write down when."""
 
     def __init__(self, log: list[str], name: str, exchanges: int = 2) -> None:
-        self.log, self.name, self.exchanges = log, name, exchanges
+        self.log = log
+        self.name = name
+        self.exchanges = exchanges
         self.group = SimpleNamespace(size=lambda: 1)
 
-    def message(self, traffic: str, operation: str, nbytes: int) -> SimpleNamespace:
-        return SimpleNamespace(start=partial(self._all_reduce, traffic=traffic))
+    def message(self, traffic: str, operation: str, nbytes: int) -> OneRankMessage:
+        return OneRankMessage(self, traffic)
 
-    def _all_reduce(self, tensor: torch.Tensor, traffic: str) -> Work:
+    def pair(self, forward: str | None, backward: str | None, nbytes: int) -> "OneRankPair":
+        return OneRankPair(self)
+
+    def all_reduce(self, tensor: torch.Tensor, traffic: str) -> Work:
         self.log.append(f"{self.name} {traffic} start")
 
         def second() -> torch.Tensor:
@@ -41,7 +73,8 @@ class OneRankSite:
 
 def mlp_loss(x, first, second, log, deferred, exchanges: int = 2) -> torch.Tensor:
     """Loss of a two-layer block, through our layers."""
-    fc1, fc2 = (OneRankSite(log, name, exchanges) for name in ("fc1", "fc2"))
+    fc1 = OneRankPair(OneRankSite(log, "fc1", exchanges))
+    fc2 = OneRankPair(OneRankSite(log, "fc2", exchanges))
     inner = torch.nn.functional.gelu(column_parallel_linear(x, first, None, fc1, False, deferred))
     return row_parallel_linear(inner, second, fc2, False, deferred).square().sum()
 

@@ -9,14 +9,14 @@ from megatron.compression.tensor_parallel.functions import column_parallel_linea
 from megatron.compression.torch_native import spec
 from megatron.compression.torch_native.weight_gradient import dropped_gradient
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
-from tests.unit.test_overlap import OneRankSite
+from tests.unit.test_overlap import OneRankPair, OneRankSite
 
 
 def test_weights_without_main_grad_keep_their_gradient() -> None:
     """A model that DDP does not wrap trains as ever."""
     x, weight = torch.randn(6, 2, 8), torch.nn.Parameter(torch.randn(12, 8))
     column_parallel_linear(
-        x, weight, None, OneRankSite([], "fc1"), False, fusion=True
+        x, weight, None, OneRankPair(OneRankSite([], "fc1")), False, fusion=True
     ).sum().backward()
     torch.testing.assert_close(weight.grad, x.sum((0, 1)).expand(12, 8))
 

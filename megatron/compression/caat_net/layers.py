@@ -37,19 +37,26 @@ from megatron.compression.tensor_parallel.layers import (
 
 
 def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str, private: int = 0) -> Work:
-    """Start to sum over the group, with the codec or without; ``tensor`` may come to hold the sum.
-    ``private``: bytes that ordinary tensor parallelism would sum as well, counted as not sent."""
-    codec, why = site.decide(traffic, tensor.nbytes)
+    """Start to sum over the group, with the codec or without one.
+
+    Args:
+        tensor: this rank's addend; it may come to hold the sum.
+        site: decides and counts.
+        traffic: tp.forward or tp.backward.
+        private: bytes of private channels, which ordinary tensor parallelism would sum as well. They are
+            counted as not sent.
+    """
+    decision = site.decide(traffic, tensor.nbytes)
+    codec, reason = decision
     if private:
-        plain = bytes_sent("all_reduce", private, site.group.size())
-        site.run.ledger.record(traffic, why, "instead_of_all_reduce", 0, plain)
-    if (
-        codec is None and traffic == "tp.backward" and tensor.itemsize == 2
-    ):  # summed in fp32, rounded once
+        uncompressed_bytes = bytes_sent("all_reduce", private, site.group.size())
+        site.run.ledger.record(traffic, reason, "instead_of_all_reduce", 0, uncompressed_bytes)
+    if codec is None and traffic == "tp.backward" and tensor.itemsize == 2:
+        # Gradients of two bytes a value are summed in fp32 and rounded once.
         for operation in ("all_to_all", "all_gather"):
-            site.count(traffic, why, operation, tensor.nbytes)
+            site.count(traffic, reason, operation, tensor.nbytes)
         return fp32_all_reduce(tensor, site.group)
-    message = site.message(traffic, "all_reduce", tensor.nbytes)
+    message = site.message(traffic, "all_reduce", tensor.nbytes, decision)
     return message.start(tensor, tensor if codec is None else None)
 
 

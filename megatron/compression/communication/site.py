@@ -1,15 +1,26 @@
-"""A communication site: one place in the model where a group of ranks communicates.
+"""A communication site: one point in the model where a group of ranks communicates.
+
+A site answers one question: how is this message sent? The answer is decided by the policy, counted in
+the ledger, and sends itself.
 
     message = site.message("tp.forward", "all_reduce", x.nbytes)     decided and counted
     total = message.start(x).wait()                                  through its codec, or without one
 
-A layer whose message has no codec may leave it to megatron-core instead; it is counted already.
+A layer whose backward communicates as well asks for both directions in its forward:
+
+    pair = site.pair("tp.forward", "tp.backward", x.nbytes)          decided; nothing is counted yet
+    pair.forward("reduce_scatter").start(x)                          counted and sent in the forward
+    pair.backward("all_gather").start(gradient)                      counted and sent in the backward
+
+Where ``pair.compressed`` is False the layer may leave both to megatron-core's own functions, after it
+has called ``pair.forward`` and ``pair.backward``, which count them.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +47,7 @@ _COLLECTIVES: dict[str, tuple[Callable[..., Work], Callable[..., Work]]] = {
     "reduce_scatter": (reduce_scatter, uncompressed_reduce_scatter),
     "all_gather": (all_gather, uncompressed_all_gather),
 }
+"""By operation: the collective over a codec, and the one without."""
 
 
 @dataclass(eq=False)
@@ -47,7 +59,7 @@ class Run:
     ledger: Ledger
     """Counts bytes."""
     transports: Transports = field(default_factory=Transports)
-    """For the payloads."""
+    """Carry the payloads."""
     overflow: Overflow = field(default_factory=Overflow)
     """Whether lossless payloads fit: asked, noted or off. The policy and the transports share it."""
 
@@ -57,11 +69,58 @@ class Run:
         wait_at_exit()
 
 
+class Message(Protocol):
+    """One message that is about to be sent, decided and counted.
+
+    A ``CommSite`` gives ``SiteMessage``. Interleaved halves (tensor_parallel/halves_messages.py) give
+    layers messages of their own, which stay under way when the layer has returned.
+    """
+
+    def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
+        """Start the operation on ``x``; ``wait`` gives the result, in a contiguous ``out`` if given."""
+
+
+class PayloadGather(Protocol):
+    """An all-gather of a payload that is there already."""
+
+    def gather(self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> Work:
+        """Start to gather the payloads of tensors of this shape and dtype; ``wait`` gives ``[W * n, ...]``."""
+
+
+class EncodedGather(PayloadGather, Protocol):
+    """An all-gather whose payload a layer keeps, to gather it once more in its backward."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what this rank sends of ``x [n, ...]``: uint8 ``[1, bytes]``; without a codec ``x``."""
+
+    def again(self, traffic: str) -> PayloadGather:
+        """Return the same gather once more, with the same codec, counted in another traffic class."""
+
+
+class MessagePair(Protocol):
+    """The messages of one call of a layer: those of its forward, and those of its backward."""
+
+    compressed: bool
+    """Whether the layer has to send by these messages. False: it may leave all of them to megatron-core,
+    and calls ``forward`` and ``backward`` to have them counted."""
+
+    def forward(self, operation: str) -> Message:
+        """Return a message of the forward, counted now."""
+
+    def encoded_gather(self) -> EncodedGather:
+        """Return an all-gather of the forward, counted now."""
+
+    def backward(self, operation: str) -> Message:
+        """Return a message of the backward, counted now."""
+
+
 class CommSite:
-    """Where one layer communicates with one group.
+    """The point where one layer communicates with one group.
 
     Args:
         name: the module's path in the model, with its global layer number.
+        group: the ranks that communicate.
+        run: the run that the model belongs to.
         layer: what ``--tp-compression-layers`` calls the layer: a number from 0, embedding or output.
         fused: whether collectives may be fused kernels over symmetric memory.
     """
@@ -74,18 +133,24 @@ class CommSite:
         layer: int | str | None = None,
         fused: bool = True,
     ) -> None:
-        self.name, self.group, self.run, self.layer, self.fused = name, group, run, layer, fused
+        self.name = name
+        self.group = group
+        self.run = run
+        self.layer = layer
+        self.fused = fused
         self._transports: dict[str, tuple[int, TorchTransport]] = {}
 
     def message(
         self, traffic: str, operation: str, nbytes: int, decision: Decision | None = None
-    ) -> "Message":
-        """What is about to be sent by an all_reduce, reduce_scatter or all_gather: decided (None: by the
-        policy), and counted as what the uncompressed operation would send.
+    ) -> "SiteMessage":
+        """Return the message that is about to be sent, decided and counted.
 
         Args:
-            nbytes: the uncompressed tensor over all ranks (what an all-gather makes, what a reduce-scatter
-                is given).
+            traffic: its class, one of ``ledger.TRAFFIC``.
+            operation: all_reduce, reduce_scatter or all_gather.
+            nbytes: size of the uncompressed tensor over all ranks: of what an all-gather makes, of what a
+                reduce-scatter is given. It is the same on every rank of the group.
+            decision: how it is sent; None: the policy decides.
         """
         run = self.run
         codec, reason = decision or self.decide(traffic, nbytes)
@@ -93,44 +158,73 @@ class CommSite:
             run.ledger.record_uncompressed(traffic, reason, operation, nbytes, self.group.size())
         else:
             run.ledger.record_plain(traffic, operation, nbytes, self.group.size())
-        return Message(self, traffic, operation, codec, reason)
+        return SiteMessage(self, traffic, operation, nbytes, codec, reason)
+
+    def pair(self, forward: str | None, backward: str | None, nbytes: int) -> "SiteMessagePair":
+        """Decide how a layer's messages of this size are sent, in its forward and in its backward.
+
+        Args:
+            forward: traffic class of the forward's messages; None: the forward sends nothing.
+            backward: traffic class of the backward's messages; None: the backward sends nothing.
+            nbytes: size of each uncompressed message, as in ``message``.
+        """
+        return SiteMessagePair(self, forward, backward, nbytes)
 
     def decide(self, traffic: str, nbytes: int) -> Decision:
-        """Codec or not for a message now, and why; nothing is counted."""
+        """Return how a message of this size is sent now; nothing is counted."""
         return self.run.policy.decide(traffic, nbytes, self.name, self.layer)
 
-    def compresses(self, nbytes: int, *traffic: str) -> bool:
-        """Whether a message of this size is compressed now in one of the traffic classes."""
-        return any(self.decide(one, nbytes).codec is not None for one in traffic)
-
     def count(self, traffic: str, reason: str, operation: str, nbytes: int) -> None:
-        """Count a collective that the policy is not asked about; ``reason`` is one of ``ledger.KINDS``."""
+        """Count an uncompressed collective that the policy is not asked about.
+
+        Args:
+            traffic: its class, one of ``ledger.TRAFFIC``.
+            reason: why it goes uncompressed, one of ``ledger.KINDS``.
+            operation: its name, as ``ledger.bytes_sent`` knows it.
+            nbytes: size of its buffer.
+        """
         self.run.ledger.record_uncompressed(traffic, reason, operation, nbytes, self.group.size())
 
     def transport(self, traffic: str) -> TorchTransport:
-        """For the compressed messages of a traffic class, which it counts."""
-        version, found = self._transports.get(traffic, (-1, None))
-        if found is None or version != self.run.transports.version:
+        """Return what carries the payloads of a traffic class and counts them."""
+        version, transport = self._transports.get(traffic, (-1, None))
+        # ``Transports.prepare`` may have found the group another transport since.
+        if transport is None or version != self.run.transports.version:
             on_send = partial(self.run.ledger.record, traffic, "compressed")
-            found = self.run.transports.transport(self.group, on_send, self.fused)
-            self._transports[traffic] = self.run.transports.version, found
-        return found
+            transport = self.run.transports.transport(self.group, on_send, self.fused)
+            self._transports[traffic] = self.run.transports.version, transport
+        return transport
 
 
-class Message:
-    """One message of a site; see ``CommSite.message`` and, for ``codec`` and ``reason``, ``Decision``."""
+class SiteMessage:
+    """A message that a site sends at once; see ``CommSite.message``.
 
-    __slots__ = ("codec", "operation", "reason", "site", "traffic")
+    It is a ``Message``, and of an all-gather an ``EncodedGather`` as well.
+    """
+
+    __slots__ = ("codec", "nbytes", "operation", "reason", "site", "traffic")
 
     def __init__(
-        self, site: CommSite, traffic: str, operation: str, codec: Codec | None, reason: str
+        self,
+        site: CommSite,
+        traffic: str,
+        operation: str,
+        nbytes: int,
+        codec: Codec | None,
+        reason: str,
     ) -> None:
-        self.site, self.traffic, self.operation = site, traffic, operation
-        self.codec, self.reason = codec, reason
+        self.site = site
+        self.traffic = traffic
+        self.operation = operation
+        self.nbytes = nbytes
+        self.codec = codec
+        self.reason = reason
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
-        """Start the operation on ``x``; ``wait`` gives the result, in ``out``, which may be ``x``, if
-        given."""
+        """Start the operation on ``x``; ``wait`` gives the result, in a contiguous ``out`` if given.
+
+        ``out`` may be ``x`` itself.
+        """
         site, codec = self.site, self.codec
         compressed, uncompressed = _COLLECTIVES[self.operation]
         if codec is None:
@@ -140,7 +234,11 @@ class Message:
         return compressed(x, codec, site.transport(self.traffic), out)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """What ``gather`` sends of this rank's ``[n, ...]``: uint8 ``[1, bytes]``; without a codec ``x``."""
+        """Return what ``gather`` sends of this rank's ``[n, ...]``: uint8 ``[1, bytes]``.
+
+        Without a codec that is ``x``. From here on ``codec`` is what decodes the payload on all ranks,
+        which is another one where a lossless payload did not fit.
+        """
         if self.codec is None:
             return x
         self._measure(x)
@@ -148,16 +246,24 @@ class Message:
         return payload
 
     def gather(self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> Work:
-        """Start to gather what every rank has encoded, tensors of this shape and dtype: ``[W * n, ...]``."""
+        """Start to gather what every rank has encoded, tensors of this shape and dtype.
+
+        Args:
+            payload: what ``encode`` gave.
+            shape: ``[n, ...]`` of the encoded tensor.
+            dtype: its type.
+
+        Returns: Work whose ``wait`` gives ``[W * n, ...]``.
+        """
         if self.codec is None:
             return uncompressed_all_gather(payload, self.site.group)
-        return all_gather_encoded(
-            payload, shape, dtype, self.codec, self.site.transport(self.traffic)
-        )
+        transport = self.site.transport(self.traffic)
+        return all_gather_encoded(payload, shape, dtype, self.codec, transport)
 
-    def again(self, traffic: str, nbytes: int) -> "Message":
-        """The same message once more, counted in another traffic class."""
-        return self.site.message(traffic, self.operation, nbytes, Decision(self.codec, self.reason))
+    def again(self, traffic: str) -> "SiteMessage":
+        """Return the same message once more, with the same codec, counted in another traffic class."""
+        decision = Decision(self.codec, self.reason)
+        return self.site.message(traffic, self.operation, self.nbytes, decision)
 
     def _measure(self, x: torch.Tensor) -> None:
         """Let the error meter measure what is encoded, when it is due."""
@@ -165,23 +271,76 @@ class Message:
         if not policy.measures(site.name, self.traffic):
             return
         assert self.codec is not None
+        # A reduce-scatter encodes by the codec's first hop, an all-gather by its second, an all-reduce by both.
         first, second = self.codec.hops
         codec = {"reduce_scatter": first, "all_gather": second}.get(self.operation, self.codec)
         policy.meter.measure(site.name, self.traffic, x, codec)
 
 
+class SiteMessagePair:
+    """The messages of one call of a layer, decided together; see ``MessagePair`` and ``CommSite.pair``.
+
+    Both directions are decided in the forward: nothing that the policy looks at changes between a forward
+    and its backward.
+    """
+
+    __slots__ = ("_backward", "_forward", "compressed", "nbytes", "site")
+
+    def __init__(
+        self, site: CommSite, forward: str | None, backward: str | None, nbytes: int
+    ) -> None:
+        self.site = site
+        self.nbytes = nbytes
+        self.compressed = False
+        self._forward: tuple[str, Decision] | None = None
+        self._backward: tuple[str, Decision] | None = None
+        if forward is not None:
+            decision = site.decide(forward, nbytes)
+            self._forward = forward, decision
+            self.compressed = decision.codec is not None
+        if backward is not None:
+            decision = site.decide(backward, nbytes)
+            self._backward = backward, decision
+            self.compressed = self.compressed or decision.codec is not None
+
+    def forward(self, operation: str) -> SiteMessage:
+        """Return a message of the forward, counted now."""
+        assert self._forward is not None, "the forward was said to send nothing"
+        traffic, decision = self._forward
+        return self.site.message(traffic, operation, self.nbytes, decision)
+
+    def encoded_gather(self) -> SiteMessage:
+        """Return an all-gather of the forward, counted now."""
+        assert self._forward is not None, "the forward was said to send nothing"
+        traffic, decision = self._forward
+        return self.site.message(traffic, "all_gather", self.nbytes, decision)
+
+    def backward(self, operation: str) -> SiteMessage:
+        """Return a message of the backward, counted now."""
+        assert self._backward is not None, "the backward was said to send nothing"
+        traffic, decision = self._backward
+        return self.site.message(traffic, operation, self.nbytes, decision)
+
+
 def site_name(module_path: str, layer_number: int | None) -> str:
-    """``decoder.layers.0.mlp.linear_fc2`` on a later pipeline stage -> its global layer number, one-based
-    ``layer_number`` of the transformer layer that holds the module, None outside."""
+    """Return a module's path with its global layer number, also on a later pipeline stage.
+
+    Args:
+        module_path: the path in this stage's chunk, such as ``decoder.layers.0.mlp.linear_fc2``.
+        layer_number: number, from 1, of the transformer layer that holds the module; None: it is in none.
+    """
     if layer_number is None:
         return module_path
     return re.sub(r"layers\.\d+", f"layers.{layer_number - 1}", module_path, count=1)
 
 
 def layer_name(module_path: str, layer_number: int | None) -> int | str | None:
-    """What ``--tp-compression-layers`` calls a module's layer: its number from 0, embedding, output, mtp (any
-    layer of multi-token prediction), or None. Arguments are those of ``site_name``."""
+    """Return what ``--tp-compression-layers`` calls a module's layer; arguments as in ``site_name``.
+
+    That is its number from 0, embedding, output, mtp (any layer of multi-token prediction), or None.
+    """
     first = module_path.split(".")[0]
-    if layer_number is not None and first != "mtp":  # whose layers have numbers of their own
+    # Layers of multi-token prediction have numbers of their own.
+    if layer_number is not None and first != "mtp":
         return layer_number - 1
     return {"embedding": "embedding", "output_layer": "output", "mtp": "mtp"}.get(first)

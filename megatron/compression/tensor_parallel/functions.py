@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.collectives import WithBackward
-from megatron.compression.communication.site import CommSite
+from megatron.compression.communication.site import CommSite, MessagePair
 from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient
 
 
@@ -83,9 +83,21 @@ class WeightGradient:
         return dropped_gradient(self.weight) if fused else gradient
 
 
+class _GradientFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, compute):
+        ctx.compute = compute
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        return ctx.compute(), None
+
+
 def gradient_from(compute: Callable[[], torch.Tensor | None], x: torch.Tensor) -> torch.Tensor:
-    """``x``, whose gradient ``compute`` returns when the engine comes to its node."""
-    return WithBackward.apply(x, lambda x: x.view_as(x), lambda _: compute())
+    """Return ``x``, whose gradient ``compute`` returns when the engine comes to its node."""
+    return _GradientFrom.apply(x, compute)
 
 
 def placeholder(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -127,16 +139,23 @@ class DeferredWeightGradient:
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
+    """See ``column_parallel_linear``; ``gradient`` is the weight's, or None where it needs none."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, site, sequence_parallel, exchange, gradient):
-        ctx.site, ctx.sequence_parallel, ctx.has_bias = site, sequence_parallel, bias is not None
-        ctx.exchange, ctx.gradient, ctx.x_shape, ctx.dtype = exchange, gradient, x.shape, x.dtype
+    def forward(ctx, x, weight, bias, messages, sequence_parallel, exchange, gradient):
+        ctx.messages = messages
+        ctx.sequence_parallel = sequence_parallel
+        ctx.exchange = exchange
+        ctx.gradient = gradient
+        ctx.has_bias = bias is not None
+        ctx.x_shape = x.shape
+        ctx.x_dtype = x.dtype
         if sequence_parallel:
             # The payload is half of the input or less, and it is what the backward gathers again.
-            ctx.message = site.message("tp.forward", "all_gather", x.nbytes * site.group.size())
-            payload = ctx.message.encode(x)
+            ctx.input_gather = messages.encoded_gather()
+            payload = ctx.input_gather.encode(x)
             ctx.save_for_backward(payload, weight)
-            x = ctx.message.gather(payload, x.shape, x.dtype).wait()
+            x = ctx.input_gather.gather(payload, x.shape, x.dtype).wait()
         else:
             ctx.save_for_backward(x, weight)
         output = torch.matmul(x, weight.t())
@@ -146,19 +165,19 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output):
         saved, weight = ctx.saved_tensors
-        site, gathered = ctx.site, None
+        gathered = None
         if ctx.sequence_parallel and ctx.gradient is not None:
-            nbytes = ctx.x_shape.numel() * ctx.dtype.itemsize * site.group.size()
-            gathered = ctx.message.again("tp.backward", nbytes).gather(
-                saved, ctx.x_shape, ctx.dtype
-            )
-        placeholder_of_sum = None
+            # Started first: it is under way during the product below.
+            message = ctx.input_gather.again("tp.backward")
+            gathered = message.gather(saved, ctx.x_shape, ctx.x_dtype)
+        grad_input = None
         if ctx.needs_input_grad[0]:
-            own = torch.matmul(grad_output, weight)
+            partial_gradient = torch.matmul(grad_output, weight)
             operation = "reduce_scatter" if ctx.sequence_parallel else "all_reduce"
-            ctx.exchange.work = site.message("tp.backward", operation, own.nbytes).start(own)
-            del own
-            placeholder_of_sum = placeholder(weight, ctx.x_shape)
+            ctx.exchange.work = ctx.messages.backward(operation).start(partial_gradient)
+            del partial_gradient
+            # The sum itself comes from the input's node, which waits for the exchange.
+            grad_input = placeholder(weight, ctx.x_shape)
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         if ctx.gradient is not None:
 
@@ -169,19 +188,20 @@ class _ColumnParallelLinear(torch.autograd.Function):
             ctx.gradient.provide(inputs)
         grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
         grad_weight = None if ctx.gradient is None else placeholder(weight)
-        return placeholder_of_sum, grad_weight, grad_bias, *(None,) * 4
+        # messages, sequence_parallel, exchange and gradient have no gradients.
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def column_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    site: CommSite,
+    messages: MessagePair,
     sequence_parallel: bool,
     deferred: DeferredWeightGradient | None = None,
     fusion: bool = False,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``, ``[s, b, h_out / W]``, with this rank's rows of the weight.
+    """Return ``x @ weight.T + bias``, ``[s, b, h_out / W]``, with this rank's rows of the weight.
 
     The input gradient is summed over the ranks while weight gradients are computed. With sequence parallelism
     the input is gathered and the gradient scattered along the first dimension; the input's payload is kept
@@ -189,11 +209,15 @@ def column_parallel_linear(
 
     Args:
         x: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
-        weight, bias: ``[h_out / W, h]`` and ``[h_out / W]``.
+        weight: ``[h_out / W, h]``.
+        bias: ``[h_out / W]``, or None.
+        messages: of the gathers of the input and of the sum of its gradient.
+        sequence_parallel: each rank holds a part of the tokens.
         deferred: the weight gradient of the row-parallel layer that has this layer's output as its input.
         fusion: add the weight gradient to ``weight.main_grad``.
     """
-    exchange, gradient = InputGradientExchange(), None
+    exchange = InputGradientExchange()
+    gradient = None
     if torch.is_grad_enabled():
         x = gradient_from(exchange.wait, x)
         if deferred is not None:
@@ -201,22 +225,24 @@ def column_parallel_linear(
         if weight.requires_grad:
             gradient = WeightGradient(exchange, weight, fusion)
             weight = gradient_from(gradient.compute, weight)
-    return _ColumnParallelLinear.apply(x, weight, bias, site, sequence_parallel, exchange, gradient)
+    return _ColumnParallelLinear.apply(
+        x, weight, bias, messages, sequence_parallel, exchange, gradient
+    )
 
 
 class _RowParallelLinear(torch.autograd.Function):
+    """See ``row_parallel_linear``; ``gradient`` is the weight's where another layer computes it."""
+
     @staticmethod
-    def forward(ctx, x, weight, site, sequence_parallel, gradient, fusion):
+    def forward(ctx, x, weight, messages, sequence_parallel, gradient, fusion):
         ctx.save_for_backward(x, weight)
-        ctx.site, ctx.sequence_parallel, ctx.gradient, ctx.fusion = (
-            site,
-            sequence_parallel,
-            gradient,
-            fusion,
-        )
+        ctx.messages = messages
+        ctx.sequence_parallel = sequence_parallel
+        ctx.gradient = gradient
+        ctx.fusion = fusion
         partial_sum = torch.matmul(x, weight.t())
         operation = "reduce_scatter" if sequence_parallel else "all_reduce"
-        work = site.message("tp.forward", operation, partial_sum.nbytes).start(partial_sum)
+        work = messages.forward(operation).start(partial_sum)
         del partial_sum
         return work.wait()
 
@@ -225,90 +251,131 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
-            grad_output = gather(ctx.site, grad_output, "tp.backward")
+            grad_output = ctx.messages.backward("all_gather").start(grad_output).wait()
         grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
             rows = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
-            gradient = ctx.gradient or WeightGradient(InputGradientExchange(), weight, ctx.fusion)
-            gradient.provide(lambda: rows)
-            grad_weight = gradient.compute() if ctx.gradient is None else placeholder(weight)
-        return grad_input, grad_weight, *(None,) * 4
+            if ctx.gradient is None:
+                gradient = WeightGradient(InputGradientExchange(), weight, ctx.fusion)
+                gradient.provide(lambda: rows)
+                grad_weight = gradient.compute()
+            else:
+                # Computed at the weight's node, which the column-parallel layer before has made.
+                ctx.gradient.provide(lambda: rows)
+                grad_weight = placeholder(weight)
+        # messages, sequence_parallel, gradient and fusion have no gradients.
+        return grad_input, grad_weight, None, None, None, None
 
 
 def row_parallel_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    site: CommSite,
+    messages: MessagePair,
     sequence_parallel: bool,
     deferred: DeferredWeightGradient | None = None,
     fusion: bool = False,
 ) -> torch.Tensor:
-    """``x [s, b, h_in / W] @ weight.T`` summed over the ranks: ``[s, b, h_out]``, or ``[s / W, b, h_out]``
-    with sequence parallelism.
+    """Return ``x @ weight.T`` summed over the ranks.
+
+    That is ``[s, b, h_out]``, or this rank's ``[s / W, b, h_out]`` with sequence parallelism.
 
     Args:
+        x: ``[s, b, h_in / W]``.
+        weight: ``[h_out, h_in / W]``, this rank's columns.
+        messages: of the sum of the output and, with sequence parallelism, the gather of its gradient.
+        sequence_parallel: each rank keeps a part of the tokens.
         deferred: this weight's gradient, if the column-parallel layer before this one has prepared it.
         fusion: add the weight gradient to ``weight.main_grad``.
     """
     gradient = None
-    if deferred is not None and (prepared := deferred.use()) is not None:
+    prepared = None if deferred is None else deferred.use()
+    if prepared is not None:
         weight, gradient = prepared
-    return _RowParallelLinear.apply(x, weight, site, sequence_parallel, gradient, fusion)
+    return _RowParallelLinear.apply(x, weight, messages, sequence_parallel, gradient, fusion)
 
 
 def gather(site: CommSite, x: torch.Tensor, traffic: str) -> torch.Tensor:
-    """``[W * n, ...]`` of every rank's ``[n, ...]``."""
+    """Return ``[W * n, ...]``: every rank's ``[n, ...]``, one after the other."""
     return site.message(traffic, "all_gather", x.nbytes * site.group.size()).start(x).wait()
 
 
-def gather_columns(x: torch.Tensor, site: CommSite, first: int, count: int) -> torch.Tensor:
-    """``[s, b, count * n]``: the ``[s, b, n]`` of ranks ``first`` to ``first + count``, of all that are
-    gathered; the gradient of all is reduce-scattered."""
-    ranks = site.group.size()
+def gather_columns(
+    x: torch.Tensor, messages: MessagePair, ranks: int, first: int, count: int
+) -> torch.Tensor:
+    """Gather the columns of all ranks and return those of ``count`` neighbours.
+
+    The forward is an all-gather; the gradient of the columns of all ranks is reduce-scattered.
+
+    Args:
+        x: this rank's columns ``[s, b, n]``.
+        messages: of both.
+        ranks: size of the group.
+        first: first rank whose columns are returned.
+        count: number of ranks whose columns are returned.
+
+    Returns: ``[s, b, count * n]``.
+    """
 
     def columns(x: torch.Tensor) -> torch.Tensor:
-        gathered = gather(site, x, "tp.forward").view(ranks, *x.shape)
+        gathered = messages.forward("all_gather").start(x).wait().view(ranks, *x.shape)
         return torch.cat(gathered[first : first + count].unbind(), dim=-1)
 
-    def scatter(grad: torch.Tensor) -> torch.Tensor:
-        parts = torch.stack(grad.chunk(count, dim=-1))
+    def scatter(gradient: torch.Tensor) -> torch.Tensor:
+        parts = torch.stack(gradient.chunk(count, dim=-1))
         full = parts.new_zeros(ranks, *parts.shape[1:])
         full[first : first + count] = parts
-        return (
-            site.message("tp.backward", "reduce_scatter", full.nbytes)
-            .start(full.flatten(0, 1))
-            .wait()
-        )
+        return messages.backward("reduce_scatter").start(full.flatten(0, 1)).wait()
 
     return WithBackward.apply(x, columns, scatter)
 
 
 def gather_tokens(site: CommSite, x: torch.Tensor) -> torch.Tensor:
-    """``[W * n, ...]`` of every rank's ``[n, ...]``, whose gradients, a part on each rank, are summed."""
+    """Return ``[W * n, ...]``: every rank's ``[n, ...]``. Each rank has a part of its gradient; they are
+    summed."""
 
-    def scatter(grad: torch.Tensor) -> torch.Tensor:
-        return site.message("tp.backward", "reduce_scatter", grad.nbytes).start(grad).wait()
+    def scatter(gradient: torch.Tensor) -> torch.Tensor:
+        message = site.message("tp.backward", "reduce_scatter", gradient.nbytes)
+        return message.start(gradient).wait()
 
     return WithBackward.apply(x, lambda x: gather(site, x, "tp.forward"), scatter)
 
 
 def gather_channels(site: CommSite, x: torch.Tensor) -> torch.Tensor:
-    """``[s, b, W * n]`` of every rank's ``[s, b, n]``, whose gradient is the same on all ranks."""
-    ranks, rank = site.group.size(), site.group.rank()
+    """Return ``[s, b, W * n]``: every rank's ``[s, b, n]``. Its gradient is the same on all ranks."""
+    ranks = site.group.size()
+    rank = site.group.rank()
     return WithBackward.apply(
         x,
         lambda x: torch.cat(gather(site, x, "tp.forward").chunk(ranks), dim=-1),
-        lambda grad: grad.chunk(ranks, dim=-1)[rank].contiguous(),
+        lambda gradient: gradient.chunk(ranks, dim=-1)[rank].contiguous(),
     )
 
 
 def scatter_tokens(site: CommSite, x: torch.Tensor) -> torch.Tensor:
-    """This rank's ``[n, ...]`` of ``[W * n, ...]``, which all ranks have; their gradients are gathered."""
-    ranks, rank = site.group.size(), site.group.rank()
+    """Return this rank's ``[n, ...]`` of ``[W * n, ...]``, which all ranks have; their gradients are
+    gathered."""
+
+    def gather_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        return gather(site, gradient, "tp.backward")
+
+    return local_tokens(x, site.group.size(), site.group.rank(), gather_gradient)
+
+
+def local_tokens(
+    x: torch.Tensor, ranks: int, rank: int, backward: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return one rank's part of tokens that all ranks have.
+
+    Args:
+        x: ``[W * n, ...]``.
+        ranks: size W of the group.
+        rank: the rank whose part is returned.
+        backward: makes the gradient ``[W * n, ...]`` of that of the part.
+    """
+    # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
     return WithBackward.apply(
         x,
-        # A copy: a view would keep the whole sequence's memory for as long as the slice lives.
         lambda x: x.chunk(ranks)[rank].clone(memory_format=torch.contiguous_format),
-        lambda grad: gather(site, grad, "tp.backward"),
+        backward,
     )

@@ -1,40 +1,58 @@
 """Interleaved halves of a micro-batch: a sum of one half overlaps with a block of the other half.
 
 A block is an attention or an MLP, with the norm before it and the residual add after it. It communicates
-twice: its output is summed, and in the backward its input's gradient is. Block i of the halves 1 and 2:
+twice: its output is summed over the tensor-parallel ranks, and in the backward its input's gradient is.
 
-    forward   block i of 1, block i of 2, norm of 1, block i+1 of 1, ...    sum of 1 overlaps with block of 2
-    backward  block i of 2, block i of 1, norm of 2, block i-1 of 2, ...    gradient of 2 with block of 1
+The forward of two blocks, A and M, in the host's order. A1 is block A of half 1; in(M1) is the ``BlockInput``
+between A1 and M1, which adds the sum of A1 to the residual stream and computes the norm of M1.
 
-All on one stream, in the host's order: with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands before
-Blackwell, a second stream that waits for an exchange would hold up the first one's kernels.
+    host                                                   link
+    in(A1), in(A2): nodes made
+    in(A1) computed, A1 runs, its sum started              sum of A1, first exchange
+    in(M1): node made
+    in(A2) computed, A2 runs as far as its first product   |
+      sum of A1 advanced                                   sum of A1, second exchange
+      A2 runs to its end, its sum started                  sum of A2, first exchange
+    in(M2): node made
+    in(M1) computed: waits for the sum of A1               |
+      M1 runs as far as its first product                  |
+      sum of A2 advanced                                   sum of A2, second exchange
+      ...
 
-In the backward the autograd engine runs, of the nodes that are ready, the one that was made last. Made where
-it is computed, the norm of 2 would follow the next block of 1 in the forward and so precede it in the
-backward, where it waits for the gradient of 2. So a norm and the add before it are one node, a
-``BlockInput``, made when the sum has been started (before the other half's block) and computed when the sum
-has arrived (after that block).
+The backward is ordered by the autograd engine: of the nodes that are ready it runs the one that was made
+last. The nodes were made in the order
 
-Layers do not know of this: while a block runs, stand-ins for the sites of its column-parallel and its
-row-parallel layer start the layers' messages and keep them under way.
+    in(A1)  in(A2)  [A1]  in(M1)  [A2]  in(M2)  [M1]  end(1)  [M2]  end(2)
 
-Every rank runs the same order, so collectives match. A weight that both halves use is one leaf of one graph:
-its gradients are added on the stream one after the other, and DDP's hook runs once, after both.
+so that the engine runs end(2), [M2], end(1), [M1], in(M2), [A2], in(M1), [A1], in(A2), in(A1). Between [M2],
+which starts the sum of its input gradient, and in(M2), which waits for it, lies all of [M1]:
+
+    backward   [M2]    end(1) [M1]    in(M2) [A2]    in(M1) [A1]    in(A2)    in(A1)
+    link          gradient of M2   gradient of M1   gradient of A2   gradient of A1
+
+That is why the residual add and the norm are one node, made early and computed late. Made where it is
+computed, in(M2) would come after [M1] in the forward. In the backward it would then precede [M1], and wait
+for the gradient of M2 with nothing to overlap it.
+
+Invariants:
+
+- Everything runs on one stream, in the host's order. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron
+  demands before Blackwell, a second stream that waits for an exchange would hold up the first one's kernels.
+- Every rank runs the same order, so collectives match.
+- A weight that both halves use is one leaf of one graph: its gradients are added on the stream one after the
+  other, and DDP's hook runs once, after both.
+- Layers do not know of this: they send by stand-ins for their sites (halves_messages.py).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.compression.communication import Work
-from megatron.compression.communication.site import CommSite, Message
-from megatron.compression.tensor_parallel.functions import placeholder
+from megatron.compression.tensor_parallel.halves_messages import ColumnStandIn, RowStandIn, empty
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Dropout with its mask drawn: the same map for values and gradients."""
@@ -45,30 +63,39 @@ class Block:
     """An attention or an MLP of a transformer layer, as one half runs it."""
 
     module: Callable[..., tuple]
+    """Maps the block's input to its output and the output's bias."""
     norm: torch.nn.Module
+    """Computes the block's input from the residual stream."""
     column: torch.nn.Module
     """Its layer of the input, which sums the input's gradient."""
     row: torch.nn.Module
     """Its layer that sums the output."""
     draw: Callable[[torch.Tensor], Linear | None] = lambda total: None
-    """Draws the dropout of its output, of which it is given one; None: no dropout."""
+    """Draws the dropout of its output, given the output; None: no dropout."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of ``module``, besides its input."""
+    """Further arguments of ``module``."""
 
-    def run(self, entered: "BlockInput", other: "BlockInput") -> "BlockOutput":
-        """Compute, and start to sum the output; the sum of ``other``, the other half's next input, is under
-        way."""
+    def run(self, entered: "BlockInput", other_half: "BlockInput") -> "BlockOutput":
+        """Compute, and start to sum the output.
+
+        Args:
+            entered: the block's input, which is computed now if it has not been.
+            other_half: the other half's next input, whose sum is under way.
+        """
         entered.compute()
-        column, row = entered.backward.column, _RowSite(self.row.site)
-        column.other = other.backward
+        column = entered.backward.column
+        row = RowStandIn(self.row.site)
+        column.after_gather = other_half.backward.start_gather
         # After the first product the other half's sum is moved on.
-        hook = self.column.register_forward_hook(lambda *_: other.advance())
-        self.column.site, self.row.site = column, row
+        hook = self.column.register_forward_hook(lambda *_: other_half.advance())
+        self.column.site = column
+        self.row.site = row
         try:
             total, bias = self.module(entered.y, **self.arguments)
         finally:
             hook.remove()
-            self.column.site, self.row.site = column.site, row.site
+            self.column.site = column.site
+            self.row.site = row.site
         row.has_backward = total.requires_grad
         return BlockOutput(row, total, bias, self.draw)
 
@@ -76,155 +103,59 @@ class Block:
 class BlockOutput(NamedTuple):
     """What a half's block has computed."""
 
-    row: "_RowSite"
+    row: RowStandIn
     """Has the sum under way."""
     total: torch.Tensor
-    """The sum's place in the graph; it has no values."""
+    """The sum's node in the graph; it has no values."""
     bias: torch.Tensor | None
+    """Added to the sum."""
     draw: Callable[[torch.Tensor], Linear | None]
-
-
-class _Site:
-    """Stands in for a layer's site while a block of one half runs, and in its backward."""
-
-    def __init__(self, site: CommSite) -> None:
-        self.site, self.group = site, site.group
-
-    def compresses(self, nbytes: int, *traffic: str) -> bool:
-        """True, so that the layer sends by this site, which leaves what goes uncompressed under way too."""
-        return True
-
-
-class _RowSite(_Site):
-    """Of a row-parallel layer: its sum stays under way; its gradient's gather may be under way already."""
-
-    total: Work | None = None
-    gathered: Work | None = None
-    has_backward = False
-
-    def message(self, traffic: str, operation: str, nbytes: int) -> Any:
-        """A sum, for which the layer gets a tensor without values; or the gradient's gather, which may be
-        under way already."""
-        if operation == "all_gather":
-            gathered, self.gathered = self.gathered, None
-            if gathered is not None:
-                return SimpleNamespace(start=lambda _: gathered)
-            return self.site.message(traffic, operation, nbytes)
-        message, ranks = self.site.message(traffic, operation, nbytes), self.group.size()
-
-        def start(tensor: torch.Tensor) -> Work:
-            self.total = message.start(tensor)
-            rows = tensor.shape[0] // (ranks if operation == "reduce_scatter" else 1)
-            return Work.completed(_empty(tensor, tensor.dtype, (rows, *tensor.shape[1:])))
-
-        return SimpleNamespace(start=start)
-
-
-class _ColumnSite(_Site):
-    """Of a column-parallel layer: its input's gather is under way already; its input gradient's sum stays."""
-
-    gradient: Work | None = None
-    other: "_InputBackward | None" = None
-    """Of the other half's input, whose gradient is under way in this block's backward."""
-
-    def start_gather(self, y: torch.Tensor) -> None:
-        """Begin to gather the layer's input ``[s / W, b, h]``."""
-        message = self.site.message("tp.forward", "all_gather", y.nbytes * self.group.size())
-        payload = message.encode(y)
-        held = [
-            message.gather(payload, y.shape, y.dtype),
-            payload,
-        ]  # until the layer has asked for them
-        self._gather: SimpleNamespace | None = SimpleNamespace(
-            encode=lambda _: held.pop(),
-            gather=lambda *_: held.pop(),
-            again=partial(self._again, message),
-        )
-
-    def _again(self, first: Message, traffic: str, nbytes: int) -> SimpleNamespace:
-        """In the backward a new gather, after which the other half's gather of its gradient begins."""
-        message = first.again(traffic, nbytes)
-
-        def gather(*what: Any) -> Work:
-            work = message.gather(*what)
-            if self.other is not None:
-                self.other.start_gather()
-            return work
-
-        return SimpleNamespace(gather=gather)
-
-    def message(self, traffic: str, operation: str, nbytes: int) -> Any:
-        """The gather that ``start_gather`` has started; or the sum of the input gradient."""
-        if operation == "all_gather":
-            gather, self._gather = self._gather, None
-            return gather
-        message, ranks = self.site.message(traffic, operation, nbytes), self.group.size()
-
-        def start(tensor: torch.Tensor) -> Work:
-            self.gradient = message.start(tensor)
-            rows = tensor.shape[0] // (ranks if operation == "reduce_scatter" else 1)
-            return _KeptUnderWay(self.gradient, placeholder(tensor[:rows]))
-
-        return SimpleNamespace(start=start)
-
-
-class _KeptUnderWay(Work):
-    """Another work without its last exchange: ``wait`` gives a placeholder at once."""
-
-    def __init__(self, work: Work, result: torch.Tensor) -> None:
-        super().__init__(None)
-        self._work, self._placeholder = work, result
-
-    @property
-    def exchanges(self) -> int:
-        return max(self._work.exchanges - 1, 0)
-
-    def advance(self) -> None:
-        self._work.advance()
-
-    def wait(self) -> torch.Tensor:
-        return self._placeholder
+    """See ``Block.draw``."""
 
 
 class BlockInput:
-    """The input of a half's next block (None: after the last): the residual add and the norm, made early and
-    computed late.
+    """The input of a half's next block: the residual add and the norm, made early and computed late.
+
+        x = residual + dropout(sum + bias)        the residual stream
+        y = norm(x)                               the block's input
 
     Args:
-        residual: the residual stream before the half's last block ``[s, b, h]``: the model's input, or the
-            input of that block.
-        last: the output of the half's last block; None at the beginning.
+        residual: the residual stream before the half's previous block ``[s, b, h]``: the model's input, or
+            the input of that block.
+        block: the next block; None after the last one, where ``x`` is the result and there is no ``y``.
+        output: what the half's previous block has computed; None at the beginning.
     """
 
     def __init__(
         self,
         residual: "torch.Tensor | BlockInput",
         block: Block | None,
-        last: BlockOutput | None = None,
+        output: BlockOutput | None = None,
     ) -> None:
-        self.block, self.last, before = block, last, None
+        previous = None
         if isinstance(residual, BlockInput):
-            residual, before = residual.x, residual.backward
+            previous = residual.backward
+            residual = residual.x
+        self.block = block
+        self.output = output
         self.residual = residual
         parameters = [] if block is None else list(block.norm.parameters())
-        column = None if block is None else _ColumnSite(block.column.site)
-        self.backward = _InputBackward(
-            parameters, column, before, None if last is None else last.row
-        )
-        total, bias = (None, None) if last is None else (last.total, last.bias)
+        column = None if block is None else ColumnStandIn(block.column.site)
+        row = None if output is None else output.row
+        self.backward = BlockInputBackward(parameters, column, previous, row)
+        total = None if output is None else output.total
+        bias = None if output is None else output.bias
         self.x, self.y = _BlockInputNode.apply(self.backward, residual, total, bias, *parameters)
-        """The residual stream and the block's input, both ``[s, b, h]`` and empty until computed."""
+        """The residual stream and the block's input, both ``[s, b, h]`` and without values until computed."""
         self._computed = False
-
-    @property
-    def _gathers(self) -> bool:
-        return self.block is not None and getattr(self.block.column, "sequence_parallel", False)
+        self._gathers = block is not None and getattr(block.column, "sequence_parallel", False)
+        """Whether the block begins with a gather of its input, as with sequence parallelism."""
 
     def advance(self) -> None:
         """Move on what is under way, but leave an exchange to overlap with what comes next."""
         if self._computed:
             return
-        work = self.last.row.total if self.last is not None else None
+        work = None if self.output is None else self.output.row.total
         if work is not None and work.exchanges > 1:
             work.advance()
         elif self._gathers:
@@ -232,138 +163,191 @@ class BlockInput:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Wait for the sum, then fill ``x`` and ``y``."""
+        """Wait for the sum, then give ``x`` and ``y`` their values; only the first call does."""
         if self._computed:
             return
-        self._computed, residual, last = True, self.residual, self.last
-        del self.residual, self.last  # nothing is kept alive
-        if last is not None:
-            work, last.row.total = last.row.total, None
-            total = work.wait().to(residual.dtype)
-            if last.bias is not None:
-                total = total + last.bias
-            drop = last.draw(total)
-            self.backward.drop = drop if self.x.requires_grad else None
-            residual = residual + (total if drop is None else drop(total))
-        self.x.data = residual.detach()
-        if self.block is not None:
-            leaf = residual.detach().requires_grad_(self.y.requires_grad)
-            with torch.set_grad_enabled(self.y.requires_grad):
-                y = self.block.norm(leaf)
-            self.y.data = y.detach()
-            if y.requires_grad:
-                self.backward.leaf, self.backward.norm = leaf, get_gradient_edge(y)
-            if self._gathers:
-                self.backward.column.start_gather(self.y)
+        self._computed = True
+        stream = self._add_output()
+        # By ``data``: x and y are outputs of a node whose position in the graph is fixed; any other way to give
+        # them values is another node, later in the order. Nobody has read them, so autograd has saved nothing.
+        self.x.data = stream.detach()
+        if self.block is None:
+            return
+        has_gradient = self.y.requires_grad
+        # The norm is computed on a leaf, with a graph of its own that ``BlockInputBackward`` runs.
+        leaf = stream.detach().requires_grad_(has_gradient)
+        with torch.set_grad_enabled(has_gradient):
+            y = self.block.norm(leaf)
+        self.y.data = y.detach()
+        if y.requires_grad:
+            self.backward.leaf = leaf
+            self.backward.norm = get_gradient_edge(y)
+        if self._gathers:
+            self.backward.column.start_gather(self.y)
+
+    def _add_output(self) -> torch.Tensor:
+        """Return the residual stream ``[s, b, h]`` after the previous block, and forget what it is made of."""
+        residual, output = self.residual, self.output
+        del self.residual, self.output  # nothing is kept alive
+        if output is None:
+            return residual
+        work, output.row.total = output.row.total, None
+        total = work.wait().to(residual.dtype)
+        if output.bias is not None:
+            total = total + output.bias
+        drop = output.draw(total)
+        if drop is None:
+            return residual + total
+        if self.x.requires_grad:
+            self.backward.drop = drop
+        return residual + drop(total)
 
 
-class _InputBackward:
-    """The backward of a block input, an object of its own: ``x`` and ``y`` hold it, not each other.
-    ``column`` has the sum of the gradient of ``y`` under way; ``before`` is of the input whose ``x`` is the
-    residual stream before."""
+class BlockInputBackward:
+    """The backward of a block input: gradients of the residual stream, of the sum and of the norm.
+
+    An object of its own: the graph holds it, not the ``BlockInput`` with its tensors. It and those of the
+    neighbours hold each other in cycles, so ``gradients`` drops every reference itself: the memory is freed
+    then, not when Python's garbage collector comes by.
+
+    Args:
+        parameters: those of the norm.
+        column: of the next block: has the sum of the gradient of ``y`` under way. None: there is no block.
+        previous: of the input of the half's previous block, whose ``x`` is the residual stream before.
+        row: of the half's previous block: gathers the gradient of its sum. None: there is no block.
+    """
 
     def __init__(
         self,
         parameters: list[torch.nn.Parameter],
-        column: _ColumnSite | None,
-        before: "_InputBackward | None",
-        last: _RowSite | None,
+        column: ColumnStandIn | None,
+        previous: "BlockInputBackward | None",
+        row: RowStandIn | None,
     ) -> None:
-        self.parameters, self.column, self.before, self.last = parameters, column, before, last
+        self.parameters = parameters
+        self.column = column
+        self.previous = previous
+        self.row = row
         self.drop: Linear | None = None
+        """Dropout of the previous block's output; None: none."""
         self.leaf: torch.Tensor | None = None
-        self.norm: Any = None
-        """The graph of the norm from ``leaf`` to ``y``, without ``y`` itself."""
+        """The norm's input, in the norm's own graph."""
+        self.norm: GradientEdge | None = None
+        """The end of that graph, without ``y`` itself."""
         self._grad_x: torch.Tensor | None = None
-        self._found: tuple | None = None
+        """The gradient of ``x``, known before the engine gives it."""
+        self._early: tuple | None = None
+        """What ``gradients`` returns, where ``start_gather`` has computed it early."""
 
     def start_gather(self) -> None:
-        """With sequence parallelism: wait for the input's gradient and begin to gather the sum's, before the
-        last product of the other half's backward. The gradient of ``x`` is known then."""
-        if self.last is None or not self.last.has_backward or self._grad_x is None:
+        """With sequence parallelism: compute the gradients and begin to gather that of the previous sum.
+
+        Called before the last product of the other half's backward, which overlaps with the gather. The
+        gradient of ``x`` is known by then: the next input of this half has computed it.
+        """
+        if self.row is None or not self.row.has_backward or self._grad_x is None:
             return
         if self.column is not None and self.column.gradient is not None:
-            self._found = self.gradients(self._grad_x, None)
-            gradient, row = self._found[1], self.last
-            message = row.site.message(
-                "tp.backward", "all_gather", gradient.nbytes * row.group.size()
-            )
-            row.gathered = message.start(gradient)
+            self._early = self.gradients(self._grad_x, None)
+            self.row.start_gradient_gather(self._early[1])
 
     def gradients(self, grad_x: torch.Tensor | None, grad_y: torch.Tensor | None) -> tuple:
-        """Of the residual stream before, of dropout's input, and of the norm's parameters."""
-        if self._found is not None:
-            found, self._found = self._found, None
-            return found
-        grad, self._grad_x = grad_x, None
-        grad_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
+        """Return all gradients of the block input.
+
+        Args:
+            grad_x: of ``x``; None: ``x`` has none.
+            grad_y: of ``y``; a placeholder where the column-parallel layer has its sum under way, which is
+                waited for here.
+
+        Returns: the gradients of the residual stream before, of dropout's input (the previous block's sum
+            and bias), and a list of those of the norm's parameters.
+        """
+        if self._early is not None:
+            early, self._early = self._early, None
+            return early
+        self._grad_x = None
         if self.column is not None and self.column.gradient is not None:
-            grad_y, self.column.gradient = self.column.gradient.wait(), None
+            work, self.column.gradient = self.column.gradient, None
+            grad_y = work.wait()
+        gradient = grad_x
+        grad_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
         if grad_y is not None:
-            if self.norm is None:
-                raise RuntimeError(
-                    "interleaved halves have one backward a forward; drop retain_graph=True"
-                )
-            trained = [one for one in self.parameters if one.requires_grad]
-            grad, *found = torch.autograd.grad(
-                self.norm, [self.leaf, *trained], grad_y, allow_unused=True
-            )
-            left = iter(found)
-            grad_parameters = [next(left) if one.requires_grad else None for one in self.parameters]
-            grad = grad if grad_x is None else grad.add_(grad_x)
-        self.leaf = self.norm = None
-        if self.before is not None:
-            self.before._grad_x = grad
-        # These hold each other in cycles: what is large is freed now, not by the garbage collector.
-        drop, self.drop, self.before = self.drop, None, None
+            gradient, grad_parameters = self._through_norm(grad_y)
+            if grad_x is not None:
+                gradient = gradient.add_(grad_x)
+        if self.previous is not None:
+            self.previous._grad_x = gradient
+        drop = self.drop
+        # What is large is dropped, and the references that close cycles with the neighbours.
+        self.leaf = self.norm = self.drop = self.previous = None
         if self.column is not None:
-            self.column.other = None
-        return grad, grad if grad is None or drop is None else drop(grad), grad_parameters
+            self.column.after_gather = None
+        grad_output = gradient
+        if gradient is not None and drop is not None:
+            grad_output = drop(gradient)
+        return gradient, grad_output, grad_parameters
+
+    def _through_norm(self, grad_y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Return the gradients of the norm's input and of its parameters, None for those not trained."""
+        if self.norm is None:
+            raise RuntimeError(
+                "interleaved halves have one backward a forward; drop retain_graph=True"
+            )
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        grad_leaf, *grad_trained = torch.autograd.grad(
+            self.norm, [self.leaf, *trained], grad_y, allow_unused=True
+        )
+        gradients = iter(grad_trained)
+        return grad_leaf, [
+            next(gradients) if parameter.requires_grad else None for parameter in self.parameters
+        ]
 
 
 class _BlockInputNode(torch.autograd.Function):
-    """``x = residual + dropout(total + bias)`` and ``y = norm(x)``, whose values ``BlockInput`` fills in."""
+    """The node of ``BlockInput``, whose values it fills in later."""
 
     @staticmethod
     def forward(ctx, backward, residual, total, bias, *parameters):
         ctx.set_materialize_grads(False)
-        ctx.backward_of, ctx.bias = backward, None if bias is None else (bias.shape, bias.dtype)
-        ctx.total = None if total is None else total.dtype
+        ctx.input_backward = backward
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        ctx.total_dtype = None if total is None else total.dtype
         dtype = parameters[0].dtype if parameters else residual.dtype
-        return _empty(residual, residual.dtype), _empty(residual, dtype)
+        return empty(residual, residual.dtype), empty(residual, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_x, grad_y):
-        grad, grad_total, grad_parameters = ctx.backward_of.gradients(grad_x, grad_y)
+        gradients = ctx.input_backward.gradients(grad_x, grad_y)
+        grad_residual, grad_output, grad_parameters = gradients
+        if ctx.total_dtype is None or grad_residual is None:
+            return None, grad_residual, None, None, *grad_parameters
         grad_bias = None
-        if ctx.total is None or grad is None:
-            return None, grad, None, None, *grad_parameters
         if ctx.bias is not None and ctx.needs_input_grad[3]:
             shape, dtype = ctx.bias
-            grad_bias = grad_total.reshape(-1, *shape).sum(dim=0).to(dtype)
-        return None, grad, grad_total.to(ctx.total), grad_bias, *grad_parameters
+            grad_bias = grad_output.reshape(-1, *shape).sum(dim=0).to(dtype)
+        grad_total = grad_output.to(ctx.total_dtype)
+        return None, grad_residual, grad_total, grad_bias, *grad_parameters
 
 
 def interleave(
     blocks: Sequence[Block], halves: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run ``blocks`` in their order, the first one of the first half, the next of the other, and so on; the
-    two residual streams ``[s, b, h]`` after the last."""
+    """Run blocks of two halves in turn.
+
+    Args:
+        blocks: in their order: the first one of the first half, the first one of the second, and so on.
+        halves: the residual streams ``[s, b, h]`` before the first block.
+
+    Returns: the two residual streams ``[s, b, h]`` after the last block.
+    """
     following = [*blocks, None, None]
-    one, other = (
-        BlockInput(half, block) for half, block in zip(halves, following[:2], strict=True)
-    )
-    for block, after_next in zip(blocks, following[2:], strict=True):
-        one, other = other, BlockInput(one, after_next, block.run(one, other))
-    one.compute()
+    current = BlockInput(halves[0], following[0])
+    other = BlockInput(halves[1], following[1])
+    for block, next_of_half in zip(blocks, following[2:], strict=True):
+        output = block.run(current, other)
+        # The node is made before the other half's block runs: see the order of the backward above.
+        current, other = other, BlockInput(current, next_of_half, output)
+    current.compute()
     other.compute()
-    return one.x, other.x
-
-
-def _empty(
-    like: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
-) -> torch.Tensor:
-    """A tensor of one value's memory, of ``like``'s shape unless given, whose values come later or never."""
-    shape = like.shape if shape is None else shape
-    return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype, device=like.device)
+    return current.x, other.x

@@ -22,14 +22,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from megatron.compression.communication.collectives import WithBackward
-from megatron.compression.communication.site import CommSite
+from megatron.compression.communication.site import CommSite, MessagePair
 from megatron.compression.tensor_parallel.functions import (
     DeferredWeightGradient,
     column_parallel_linear,
-    gather,
     gather_channels,
     gather_columns,
     gather_tokens,
+    local_tokens,
     row_parallel_linear,
     scatter_tokens,
 )
@@ -51,22 +51,38 @@ class CompressedRowParallelLinear(RowParallelLinear):
         return BOTH if self.sequence_parallel else ("tp.forward",)
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[s, b, h_in / W] -> [s, b, h_out]`` (``[s / W, b, h_out]``) and the bias if left to callers."""
-        site, scatters = self.site, self.sequence_parallel
-        nbytes = input_.numel() // input_.shape[-1] * self.output_size * input_.element_size()
-        if site is not None and site.compresses(nbytes, *self.traffic):
-            fusion = self.gradient_accumulation_fusion
-            output = row_parallel_linear(input_, self.weight, site, scatters, self.deferred, fusion)
-            bias = self.bias if self.skip_bias_add else None
-            if self.bias is not None and not self.skip_bias_add:
-                output = output + self.bias
-        else:
-            if site is not None:
-                _count_reduction(site, scatters, nbytes, has_backward(input_, self.weight))
-            output, bias = super().forward(input_)
-        # A view: --recompute-modules mlp returns it from an autograd function, which would otherwise make the
-        # parameter itself its output, and the backward run in a circle.
-        return output, None if bias is None else bias.view_as(bias)
+        """Map ``[s, b, h_in / W]`` to ``[s, b, h_out]``, or to ``[s / W, b, h_out]``.
+
+        Returns: the output, and the bias where it is left to the caller.
+        """
+        output, bias = self._product(input_)
+        if bias is not None:
+            # A view: --recompute-modules mlp returns it from an autograd function, which would otherwise make
+            # the parameter itself its output, and the backward run in a circle.
+            bias = bias.view_as(bias)
+        return output, bias
+
+    def _product(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.site is None:
+            return super().forward(input_)
+        tokens = input_.numel() // input_.shape[-1]
+        nbytes = tokens * self.output_size * input_.element_size()
+        backward = "tp.backward" if self.sequence_parallel else None
+        messages = self.site.pair("tp.forward", backward, nbytes)
+        if not messages.compressed:
+            _count_reduction(messages, self.sequence_parallel, has_backward(input_, self.weight))
+            return super().forward(input_)
+        output = row_parallel_linear(
+            input_,
+            self.weight,
+            messages,
+            self.sequence_parallel,
+            self.deferred,
+            self.gradient_accumulation_fusion,
+        )
+        if self.bias is None or self.skip_bias_add:
+            return output, self.bias
+        return output + self.bias, None
 
 
 class CompressedColumnParallelLinear(ColumnParallelLinear):
@@ -86,19 +102,28 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
         if self.site is None or not communicates:
             return super()._forward_impl(input, weight, *args, **kwargs)
         sequence_parallel = kwargs["sequence_parallel"]
-        nbytes = input.nbytes * (self.site.group.size() if sequence_parallel else 1)
-        if self.site.compresses(nbytes, *self.traffic):
-            fusion = kwargs["gradient_accumulation_fusion"]
+        if sequence_parallel:
+            nbytes = input.nbytes * self.site.group.size()
+            messages = self.site.pair("tp.forward", "tp.backward", nbytes)
+        else:
+            messages = self.site.pair(None, "tp.backward", input.nbytes)
+        if messages.compressed:
             return column_parallel_linear(
-                input, weight, kwargs["bias"], self.site, sequence_parallel, self.deferred, fusion
+                input,
+                weight,
+                kwargs["bias"],
+                messages,
+                sequence_parallel,
+                self.deferred,
+                kwargs["gradient_accumulation_fusion"],
             )
         if sequence_parallel:
-            self.site.message("tp.forward", "all_gather", nbytes)
+            messages.forward("all_gather")
         if has_backward(input, weight):
+            # The backward gathers the input again for the weight's gradient.
             if sequence_parallel and weight.requires_grad:
-                self.site.message("tp.backward", "all_gather", nbytes)
-            operation = "reduce_scatter" if sequence_parallel else "all_reduce"
-            self.site.message("tp.backward", operation, nbytes)
+                messages.backward("all_gather")
+            messages.backward("reduce_scatter" if sequence_parallel else "all_reduce")
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
@@ -112,35 +137,34 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
         return BOTH if self.reduce_scatter_embeddings else ("tp.forward",)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Token ids ``[b, s]`` to ``[b, s, h]``, or ``[s / W, b, h]`` with ``reduce_scatter_embeddings``."""
+        """Map token ids ``[b, s]`` to ``[b, s, h]``, or to ``[s / W, b, h]`` with
+        ``reduce_scatter_embeddings``."""
         if self.site is None:
             return super().forward(input_)
+        scatters = self.reduce_scatter_embeddings
         nbytes = input_.numel() * self.embedding_dim * self.weight.element_size()
-        if not self.site.compresses(nbytes, *self.traffic):
-            _count_reduction(
-                self.site, self.reduce_scatter_embeddings, nbytes, has_backward(self.weight)
-            )
+        messages = self.site.pair("tp.forward", "tp.backward" if scatters else None, nbytes)
+        if not messages.compressed:
+            _count_reduction(messages, scatters, has_backward(self.weight))
             return super().forward(input_)
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
         # F.embedding's backward is not deterministic on CUDA; indexing's is.
-        rows = (
-            self.weight[local_ids]
-            if self.deterministic_mode
-            else F.embedding(local_ids, self.weight)
-        )
+        if self.deterministic_mode:
+            rows = self.weight[local_ids]
+        else:
+            rows = F.embedding(local_ids, self.weight)
         rows = rows.masked_fill(elsewhere[..., None], 0)
-        site = self.site
-        if not self.reduce_scatter_embeddings:
+        if scatters:
             return WithBackward.apply(
-                rows,
-                lambda x: site.message("tp.forward", "all_reduce", x.nbytes).start(x).wait(),
-                lambda grad: grad,
+                rows.transpose(0, 1),
+                lambda x: messages.forward("reduce_scatter").start(x).wait(),
+                lambda gradient: messages.backward("all_gather").start(gradient).wait(),
             )
         return WithBackward.apply(
-            rows.transpose(0, 1),
-            lambda x: site.message("tp.forward", "reduce_scatter", x.nbytes).start(x).wait(),
-            lambda grad: gather(site, grad, "tp.backward"),
+            rows,
+            lambda x: messages.forward("all_reduce").start(x).wait(),
+            lambda gradient: gradient,
         )
 
 
@@ -163,10 +187,14 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
         """Token ids ``[b, s]`` to ``[s / W, b, h]``."""
         if self.site is None or not self._scatters:
             return super().forward(input_ids, position_ids, tokentype_ids)
-        nbytes = input_ids.numel() * self.config.hidden_size * self.config.params_dtype.itemsize
-        if not self.site.compresses(nbytes, "tp.backward"):
+        # In the type of the residual stream, in which megatron-core scatters them.
+        fp32 = self.config.fp32_residual_connection
+        itemsize = 4 if fp32 else self.config.params_dtype.itemsize
+        nbytes = input_ids.numel() * self.config.hidden_size * itemsize
+        messages = self.site.pair(None, "tp.backward", nbytes)
+        if not messages.compressed:
             if has_backward(*self.parameters()):
-                self.site.message("tp.backward", "all_gather", nbytes)
+                messages.backward("all_gather")
             return super().forward(input_ids, position_ids, tokentype_ids)
         embeddings = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
         embeddings = embeddings.transpose(0, 1)
@@ -174,9 +202,14 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
             embeddings = embeddings + self.tokentype_embeddings(tokentype_ids).transpose(0, 1)
         if self.config.use_mup and self.config.mup_embedding_mult != 1.0:
             embeddings = embeddings * self.config.mup_embedding_mult
-        if self.config.fp32_residual_connection:
+        if fp32:
             embeddings = embeddings.float()
-        embeddings = scatter_tokens(self.site, embeddings)
+        embeddings = local_tokens(
+            embeddings,
+            self.site.group.size(),
+            self.site.group.rank(),
+            lambda gradient: messages.backward("all_gather").start(gradient).wait(),
+        )
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return self.embedding_dropout(embeddings)
 
@@ -203,21 +236,23 @@ class CompressedSelfAttention(SelfAttention):
         ranks = self.site.group.size()
         tokens = hidden_states.shape[:-1].numel() * (ranks if self.config.sequence_parallel else 1)
         nbytes = tokens * self.linear_qkv.output_size * hidden_states.element_size()
-        if not self.site.compresses(nbytes, *self.traffic):
-            self.site.message("tp.forward", "all_gather", nbytes)
+        messages = self.site.pair("tp.forward", "tp.backward", nbytes)
+        if not messages.compressed:
+            messages.forward("all_gather")
             result = inherited(hidden_states, key_value_states, output_gate, split_qkv)
             if result[0].requires_grad:
-                self.site.message("tp.backward", "reduce_scatter", nbytes)
+                messages.backward("reduce_scatter")
             return result
+        # Ranks that share a query group are neighbours; each has some columns of its group's queries, keys
+        # and values, and attends with its part of the queries.
         sharers = ranks // self.config.num_query_groups
         position = self.site.group.rank() % sharers
-        own, _ = self.linear_qkv(hidden_states)
+        first = self.site.group.rank() - position
+        local_columns, _ = self.linear_qkv(hidden_states)
+        columns = gather_columns(local_columns, messages, ranks, first, sharers).unsqueeze(2)
         head = self.hidden_size_per_attention_head
         heads = self.config.num_attention_heads // self.config.num_query_groups
         sizes = [heads * head, head, head]
-        columns = gather_columns(
-            own, self.site, self.site.group.rank() - position, sharers
-        ).unsqueeze(2)
         if not split_qkv:
             return columns, sizes
         query, key, value = columns.split(sizes, dim=-1)
@@ -289,14 +324,14 @@ REGIONS = {
 ``CompressedPredictionLayer``'s modules."""
 
 
-def _count_reduction(site: CommSite, sequence_parallel: bool, nbytes: int, backward: bool) -> None:
+def _count_reduction(messages: MessagePair, sequence_parallel: bool, backward: bool) -> None:
     """Count megatron-core's own reduction of a forward, and the all-gather that its backward will do."""
     if not sequence_parallel:
-        site.message("tp.forward", "all_reduce", nbytes)
+        messages.forward("all_reduce")
         return
-    site.message("tp.forward", "reduce_scatter", nbytes)
+    messages.forward("reduce_scatter")
     if backward:
-        site.message("tp.backward", "all_gather", nbytes)
+        messages.backward("all_gather")
 
 
 def has_backward(*inputs: torch.Tensor) -> bool:
