@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from tests.distributed.spawn import spawned
+from tests.distributed.spawn import spawn, spawned
 from tests.distributed.test_latent_attention import LATENT
-from tests.distributed.tiny_gpt import batch, build_gpt, device_of, transformer_config
+from tests.distributed.tiny_gpt import HIDDEN, batch, build_gpt, device_of, transformer_config
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 EXPERTS = dict(
@@ -144,6 +144,35 @@ def check_counts(counted: dict) -> None:
             assert 66 / 256 <= sent / plain <= 80 / 256
 
 
+def lengths_worker(rank: int, world_size: int, min_mb: float) -> tuple[float, float, set[str]]:
+    """Ranks with sequences of 32 and of 8 tokens: losses with the identity codec and without a codec, and
+    how tokens went."""
+    from megatron.core import parallel_state
+
+    from megatron.compression import CompressionConfig, attach
+    from megatron.compression.expert_parallel.config import ExpertParallelConfig
+
+    parallel_state.initialize_model_parallel(
+        1, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    length = 32 if rank == 0 else 8
+    inputs = {name: values[..., :length] for name, values in batch(rank, 0).items()}
+    inputs["attention_mask"] = inputs["attention_mask"][..., :length, :]
+    losses = []
+    for codec in ("none", "identity"):
+        model = _build((1, 1, 2), {})
+        experts = ExpertParallelConfig(
+            compression=codec, min_mb=None if codec == "none" else min_mb
+        )
+        config = CompressionConfig(expert_parallel=experts)
+        compression = attach([model], config, say=lambda line: None)
+        loss = model(**inputs).mean()
+        loss.backward()
+        losses.append(float(loss.detach()))
+    rows = compression.ledger.rows()
+    return *losses, {row["kind"] for row in rows if row["traffic"].startswith("ep.f")}
+
+
 ranks = spawned(layers_worker, 4)
 """What each of four ranks found."""
 
@@ -183,3 +212,24 @@ def test_some_ranks_had_no_token(ranks: list[dict]) -> None:
         rows = rank["expert 4, some without a token"]["counted"]["identity"][1]
         messages += [row for row in rows if row["operation"] == "instead_of_all_to_all"]
     assert min(row["plain_bytes"] for row in messages) < max(row["plain_bytes"] for row in messages)
+
+
+ROUTED_MB = (32 + 8) * 2 * 2 * HIDDEN * 4 / 2**20
+"""What both ranks route: two sequences each, of 32 and 8 tokens, each token to two experts, fp32."""
+
+
+@pytest.mark.parametrize(
+    ("min_mb", "kind"),
+    [
+        (0.0, "compressed"),
+        (0.9 * ROUTED_MB, "compressed"),
+        (1.1 * ROUTED_MB, "small"),
+        (1.0, "small"),
+    ],
+)
+def test_ranks_with_sequences_of_different_lengths_decide_alike(min_mb: float, kind: str) -> None:
+    """By the tokens that all ranks route, not by a rank's own, which lie on both sides of the two thresholds in
+    the middle."""
+    for uncompressed, identity, kinds in spawn(lengths_worker, 2, min_mb, timeout=30):
+        assert identity == uncompressed
+        assert kinds == {kind}

@@ -17,11 +17,12 @@ from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.exchange import (
     OTHER,
+    SHARED_EXPERTS,
     TOKEN_EXCHANGE,
     CompressedAllGatherTokenDispatcher,
     CompressedAlltoAllTokenDispatcher,
+    Sites,
     TokenSite,
-    Way,
 )
 from megatron.compression.patches import communication, symbols
 
@@ -75,18 +76,23 @@ class ExpertParallel(Dimension):
             owner = next((one for one in layers if path.startswith(one + ".")), None)
             number = layers[owner].layer_number if owner is not None else None
             symbols.change_class(dispatcher, compressed)
-            for way in ("dispatch", "combine"):
-                sites = self._way(
-                    dispatcher, f"{site_name(path, number)}.{way}", layer_name(path, number)
-                )
-                setattr(dispatcher, way, sites)
-                counts_alone = (
-                    isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.tp_ep_group
-                )
-                yield from (group for group in sites if group is not counts_alone)
+            for step in ("dispatch", "combine"):
+                name = f"{site_name(path, number)}.{step}"
+                sites = self._sites(dispatcher, name, layer_name(path, number))
+                setattr(dispatcher, step, sites)
+                # Over this group the all-to-all dispatcher sends counts of tokens alone.
+                all_to_all = isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
+                counts_group = dispatcher.tp_ep_group if all_to_all else None
+                yield from (group for group in sites if group is not counts_group)
 
-    def _way(self, dispatcher: MoETokenDispatcher, name: str, layer: int | str | None) -> Way:
-        """Sites by group; only the all-to-all has tensor parallelism of its own."""
+    def _sites(self, dispatcher: MoETokenDispatcher, name: str, layer: int | str | None) -> Sites:
+        """Return the sites of a dispatcher's step, by group.
+
+        Args:
+            dispatcher: only the all-to-all one has tensor parallelism of its own.
+            name: of the layer and the step.
+            layer: what ``--tp-compression-layers`` calls the layer.
+        """
         sites = {dispatcher.tp_ep_group: TokenSite(name, dispatcher.tp_ep_group, self.run, layer)}
         if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
             sites[dispatcher.tp_group] = TokenSite(name, dispatcher.tp_group, self.run, layer, "tp")
@@ -94,7 +100,7 @@ class ExpertParallel(Dimension):
             # Shared experts that run together with the dispatcher, which sends for them.
             if dispatcher.shared_experts is not None:
                 group = dispatcher.shared_experts.tp_group
-                sites[group] = TokenSite(f"{name}.shared_experts", group, self.run, layer, "tp")
+                sites[group] = TokenSite(name + SHARED_EXPERTS, group, self.run, layer, "tp")
         return {group: site for group, site in sites.items() if group.size() > 1}
 
     def _count_router(self, nbytes: int, ranks: int) -> None:
