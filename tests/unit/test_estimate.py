@@ -50,28 +50,48 @@ def made(gpus: int, link: str, flags: str) -> Estimate:
 )
 def test_speed_ups_are_near_what_was_measured(gpus, link, flags, recipe, measured):
     """docs/choosing.md's table, of the model that most of it was measured with: within a sixth."""
-    found = made(gpus, link, flags)
-    seconds = next(
-        one for text, (one, _), _ in found.rows(0.1, named=True) if text.endswith(recipe)
-    )
-    assert found.uncompressed / seconds == pytest.approx(measured, rel=1 / 6)
+    estimate = made(gpus, link, flags)
+    rows = estimate.rows(0.1, named=True)
+    seconds = next(row.seconds for row in rows if row.name.endswith(recipe))
+    assert estimate.uncompressed_seconds / seconds == pytest.approx(measured, rel=1 / 6)
 
 
-def test_rows_are_recipes_and_what_auto_would_choose():
-    found = made(4, "pcie", "--tensor-model-parallel-size 2 --global-batch-size 16")
-    rows = {text: (seconds, host, loss) for text, (seconds, host), loss in found.rows(0.1)}
-    assert rows["uncompressed"][0] == found.uncompressed
-    six, eight = rows["--tp-compression tensor-6bit"], rows["--tp-compression tensor-8bit"]
-    assert six[0] < eight[0] < found.uncompressed and (six[2], eight[2]) == (0.067, 0.006)
-    assert six[1] == eight[1] > rows["uncompressed"][1], (
-        "a host launches more where messages are compressed"
-    )
-    text, ((seconds, _), loss) = list(rows)[-1], found.rows(0.1)[-1][1:]
-    assert text == "within 0.1 %: --tp-compression tensor-6bit --dp-compression gradients-4bit"
-    assert seconds < six[0] and loss == pytest.approx(0.097)
-    assert (
-        "within 0 %: --tp-compression lossless --dp-compression lossless" in found.rows(0.0)[-1][0]
-    )
+@pytest.fixture(scope="module")
+def tensor_parallel_estimate():
+    """Four GPUs in tensor-parallel pairs over PCIe."""
+    return made(4, "pcie", "--tensor-model-parallel-size 2 --global-batch-size 16")
+
+
+@pytest.fixture(scope="module")
+def rows(tensor_parallel_estimate):
+    """The rows of its table by name, within a budget of 0.1 %."""
+    return {row.name: row for row in tensor_parallel_estimate.rows(0.1)}
+
+
+SIX_BITS = "--tp-compression tensor-6bit"
+EIGHT_BITS = "--tp-compression tensor-8bit"
+
+
+def test_fewer_bits_are_faster_and_cost_more_loss(rows):
+    assert rows[SIX_BITS].seconds < rows[EIGHT_BITS].seconds < rows["uncompressed"].seconds
+    assert (rows[SIX_BITS].loss, rows[EIGHT_BITS].loss) == (0.067, 0.006)
+
+
+def test_a_host_launches_more_where_messages_are_compressed(rows):
+    assert rows[SIX_BITS].host_seconds == rows[EIGHT_BITS].host_seconds
+    assert rows[SIX_BITS].host_seconds > rows["uncompressed"].host_seconds
+
+
+def test_the_last_row_is_what_auto_would_choose(rows):
+    name = list(rows)[-1]
+    assert name == "within 0.1 %: --tp-compression tensor-6bit --dp-compression gradients-4bit"
+    assert rows[name].seconds < rows[SIX_BITS].seconds
+    assert rows[name].loss == pytest.approx(0.097)
+
+
+def test_without_a_budget_only_lossless_is_chosen(tensor_parallel_estimate):
+    last = tensor_parallel_estimate.rows(0.0)[-1]
+    assert "within 0 %: --tp-compression lossless --dp-compression lossless" in last.name
 
 
 def test_groups_lie_on_nodes_as_megatron_numbers_ranks():

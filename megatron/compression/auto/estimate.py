@@ -1,4 +1,4 @@
-"""A prediction of what compression would bring on a cluster. Nothing is run, and no GPU is needed.
+"""Predict what compression would bring on a cluster. Nothing is run, and no GPU is needed.
 
     python -m megatron.compression.auto.estimate --gpus 64 --inter 12.5:20 -- <flags of your launch script>
 
@@ -25,7 +25,7 @@ import torch
 
 from megatron.compression.auto.measurement import dimension_config
 from megatron.compression.auto.messages import MessageKind, workload
-from megatron.compression.auto.plan import BUDGET, aligned, choose
+from megatron.compression.auto.plan import BUDGET, choose
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import bytes_sent
@@ -33,26 +33,48 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import InputError, OneLineParser, require_extra
 from megatron.compression.flags import add_flags, resolve
 from megatron.compression.names import PARALLELISMS
+from megatron.compression.report.markdown import table
 from megatron.compression.startup.checks import megatrons_own_check
+from taco_kernels.common import ceil_div
 
 MOST_GPUS = 16384
-"""Of the picture."""
+"""The picture ends here."""
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Microseconds that a codec's kernels take for 2^20 values on an H200 (docs/results/kernels.md)."""
+
+    encode: float
+    decode: float
+    sum: float
+    """For each sender's values that are decoded and added up."""
+
+
 KERNELS = {
-    **{"int": (0.91, 0.99, 0.35), "outliers": (1.28, 1.06, 0.38), "normalize": (3.18, 0.99, 0.35)},
-    **{"sdp4bit": (1.39, 1.0, 0.5), "taco": (0.91, 1.0, 0.49), "lossless": (1.83, 1.27, 1.43)},
-    "tah-quant": (1.64, 1.6, 1.6),
+    "int": KernelTimes(0.91, 0.99, 0.35),
+    "outliers": KernelTimes(1.28, 1.06, 0.38),
+    "normalize": KernelTimes(3.18, 0.99, 0.35),
+    "sdp4bit": KernelTimes(1.39, 1.0, 0.5),
+    "taco": KernelTimes(0.91, 1.0, 0.49),
+    "lossless": KernelTimes(1.83, 1.27, 1.43),
+    "tah-quant": KernelTimes(1.64, 1.6, 1.6),
 }
-"""Encode, decode, sum of each sender's value: us for 2^20 values on an H200 (docs/results/kernels.md)."""
+"""By codec, or by the setting of an integer codec that decides. A codec that is not here counts as the
+slowest of them."""
+SLOWEST = "lossless"
 LAUNCH = 5e-6
 """Seconds of a kernel, however small."""
-HOST_LAYER, HOST_MESSAGE = 5.3e-3, 0.3e-3
-"""Seconds that a host needs to launch a layer of a micro-batch, forward and backward, and beyond that a
-compressed message: two hosts that launch slowly (docs/results/iterations.md, "shapes of models")."""
+HOST_LAYER = 5.3e-3
+"""Seconds that a slow host needs to launch a layer of a micro-batch, forward and backward
+(docs/results/iterations.md, "shapes of models")."""
+HOST_MESSAGE = 0.3e-3
+"""Seconds that it needs beyond that for a compressed message."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one GPU's share of a link."""
+    """One GPU's share of a link."""
 
     bandwidth: float
     """Bytes a second that the GPU sends."""
@@ -60,8 +82,10 @@ class Speed:
     """Seconds."""
 
     def seconds(self, nbytes: float) -> float:
-        """For so many bytes."""
-        return self.latency + nbytes / self.bandwidth if nbytes else 0.0
+        """Return how long so many bytes take; nothing is sent of none."""
+        if not nbytes:
+            return 0.0
+        return self.latency + nbytes / self.bandwidth
 
 
 SPEEDS = {
@@ -80,109 +104,175 @@ class Cluster:
     per_node: int
     """GPUs of a node."""
     intra: Speed
+    """Inside a node."""
     inter: Speed
     """Between nodes: a GPU's share of its node's adapters."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a process group, ``local`` of them on each node."""
+    """A process group in a cluster."""
 
     ranks: int
     local: int
+    """Its ranks on each node."""
     cluster: Cluster
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes that the group lies on."""
+        return self.ranks // self.local
 
     @classmethod
     def of(cls, message: MessageKind, args: Namespace, cluster: Cluster) -> "Group":
-        """The group that a message is sent in; ranks are numbered as Megatron numbers them."""
-        tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-        experts, sharing = args.expert_model_parallel_size, args.expert_tensor_parallel_size
-        inside = args.data_parallel_size * context // args.num_distributed_optimizer_instances
-        tokens = message.operation in ("gather_tokens", "sum_tokens")
-        ranks, stride = {
-            "tensor_parallel": (sharing if tokens else tensor, 1),
-            "context_parallel": (context, tensor),
-            "data_parallel": (inside, tensor),
-            "outer": (args.num_distributed_optimizer_instances, tensor * inside),
-            "expert_parallel": (experts * sharing, 1) if tokens else (experts, sharing),
-            "pipeline_parallel": (2, args.world_size // args.pipeline_model_parallel_size),
-        }["outer" if message.operation == "outer" else message.dimension]
-        return cls(ranks, math.gcd(ranks, max(1, cluster.per_node // stride)), cluster)
+        """Return the group that a message is sent in; ranks are numbered as Megatron numbers them.
+
+        Args:
+            message: one kind of message of an iteration.
+            args: Megatron's arguments.
+            cluster: the nodes that the ranks lie on, one node after the other.
+        """
+        ranks, stride = _ranks_and_stride(message, args)
+        local = math.gcd(ranks, max(1, cluster.per_node // stride))
+        return cls(ranks, local, cluster)
 
     def seconds(self, operation: str, nbytes: float) -> float:
-        """A collective over a whole buffer of ``nbytes``; over nodes the slower of both hops counts."""
-        cluster, nodes = self.cluster, self.ranks // self.local
-        if nodes == 1:
-            return cluster.intra.seconds(bytes_sent(operation, int(nbytes), self.ranks))
+        """Return the time of a collective over a whole buffer; over nodes the slower of both hops counts.
+
+        Args:
+            operation: as the ledger calls it.
+            nbytes: of the whole buffer over all ranks.
+        """
+        intra = self.cluster.intra
+        inter = self.cluster.inter
+        if self.nodes == 1:
+            return intra.seconds(bytes_sent(operation, int(nbytes), self.ranks))
         if operation == "send":
-            return cluster.inter.seconds(nbytes)
+            return inter.seconds(nbytes)
         if operation == "all_to_all":
             inside = (self.local - 1) / self.ranks * nbytes
             outside = (self.ranks - self.local) / self.ranks * nbytes
         else:
             inside = bytes_sent(operation, int(nbytes), self.local)
-            outside = bytes_sent(operation, int(nbytes), nodes) / self.local
-        return max(cluster.intra.seconds(inside), cluster.inter.seconds(outside))
+            outside = bytes_sent(operation, int(nbytes), self.nodes) / self.local
+        return max(intra.seconds(inside), inter.seconds(outside))
 
     def compressed(self, message: MessageKind, codec: Codec, sharded: bool) -> float:
-        """Seconds of a message through a codec."""
-        operation, values, dtype = (
-            message.sent_as(sharded),
-            torch.Size(message.shape).numel(),
-            message.dtype,
-        )
+        """Return the seconds of a message through a codec, kernels included.
+
+        Args:
+            message: one kind of message of an iteration.
+            codec: encodes it.
+            sharded: with the distributed optimizer.
+        """
+        operation = message.sent_as(sharded)
+        values = torch.Size(message.shape).numel()
+        dtype = message.dtype
         first, second = codec.hops
         if message.operation == "gradients":
             return self._gradients(values, dtype, codec, sharded)
-
-        def leg(way: str, hop: Codec, *coded: float) -> float:
-            return self.seconds(way, payload(hop, values, dtype)) + kernels(hop, *coded)
-
-        if operation not in ("all_reduce", "reduce_scatter"):
-            encoded = values / self.ranks if operation == "all_gather" else values
-            return leg(operation, second, encoded, values, 0)
         if operation == "all_reduce" and self.ranks == 2 and codec.one_exchange:
-            return self._between_two(first, values, dtype)
-        scattered = leg("all_to_all", first, values, 0, values)
-        return scattered + (
-            leg("all_gather", second, 0, values, 0) if operation == "all_reduce" else 0.0
-        )
+            return self._sum_of_two(first, values, dtype)
+        if operation in ("all_reduce", "reduce_scatter"):
+            seconds = self.seconds("all_to_all", payload(first, values, dtype))
+            seconds += kernels(first, encoded=values, summed=values)
+            if operation == "all_reduce":
+                seconds += self.seconds("all_gather", payload(second, values, dtype))
+                seconds += kernels(second, decoded=values)
+            return seconds
+        encoded = values / self.ranks if operation == "all_gather" else values
+        seconds = self.seconds(operation, payload(second, values, dtype))
+        return seconds + kernels(second, encoded=encoded, decoded=values)
 
-    def _between_two(self, codec: Codec, values: int, dtype: torch.dtype) -> float:
-        """A sum of two ranks in one exchange."""
+    def _sum_of_two(self, codec: Codec, values: int, dtype: torch.dtype) -> float:
+        """Return the seconds of a sum of two ranks in one exchange: each sends the other all it has."""
         both = payload(codec, 2 * values, dtype)
-        return self.seconds("all_gather", both) + kernels(codec, values, 0, 2 * values)
+        return self.seconds("all_gather", both) + kernels(codec, encoded=values, summed=2 * values)
 
     def _gradients(self, values: int, dtype: torch.dtype, codec: Codec, sharded: bool) -> float:
-        """A sum inside the node and then one between nodes, each with its own codec of the pair."""
-        (intra, inter), nodes = codec.hops, self.ranks // self.local
+        """Return the seconds of a sum inside the node and then one between nodes, each with its own codec."""
+        intra_codec, inter_codec = codec.hops
+        last_codec = inter_codec if self.nodes > 1 else intra_codec
         if self.ranks == 2 and not sharded:
-            return self._between_two(inter if nodes > 1 else intra, values, dtype)
-        found = 0.0
-        for hop, speed, ranks, part in (
-            (intra, self.cluster.intra, self.local, values),
-            (inter, self.cluster.inter, nodes, values // self.local),
+            return self._sum_of_two(last_codec, values, dtype)
+        seconds = 0.0
+        for hop_codec, speed, ranks, part in (
+            (intra_codec, self.cluster.intra, self.local, values),
+            (inter_codec, self.cluster.inter, self.nodes, values // self.local),
         ):
             if ranks > 1:
-                found += speed.seconds(bytes_sent("all_to_all", payload(hop, part, dtype), ranks))
-                found += kernels(hop, part, 0, part)
+                nbytes = bytes_sent("all_to_all", payload(hop_codec, part, dtype), ranks)
+                seconds += speed.seconds(nbytes)
+                seconds += kernels(hop_codec, encoded=part, summed=part)
         if not sharded:
-            last = inter if nodes > 1 else intra
-            found += self.seconds("all_gather", payload(last, values, dtype)) + kernels(
-                last, 0, values, 0
-            )
-        return found
+            seconds += self.seconds("all_gather", payload(last_codec, values, dtype))
+            seconds += kernels(last_codec, decoded=values)
+        return seconds
+
+
+def _ranks_and_stride(message: MessageKind, args: Namespace) -> tuple[int, int]:
+    """Return the size of the group that a message is sent in, and the distance between its ranks.
+
+    Megatron's order of ranks: tensor, context, data, pipeline; experts' groups are their own.
+    """
+    tensor = args.tensor_model_parallel_size
+    context = args.context_parallel_size
+    experts = args.expert_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    data = args.data_parallel_size * context // instances
+    is_of_tokens = message.operation in ("gather_tokens", "sum_tokens")
+    if message.operation == "outer":
+        return instances, tensor * data
+    if message.dimension == "tensor_parallel":
+        return (expert_tensor if is_of_tokens else tensor), 1
+    if message.dimension == "context_parallel":
+        return context, tensor
+    if message.dimension == "data_parallel":
+        return data, tensor
+    if message.dimension == "expert_parallel":
+        return (experts * expert_tensor, 1) if is_of_tokens else (experts, expert_tensor)
+    return 2, args.world_size // args.pipeline_model_parallel_size  # two neighbouring stages
 
 
 @functools.cache
 def payload(codec: Codec, values: int, dtype: torch.dtype) -> int:
-    """Bytes of the payloads of so many values, in rows long enough for padding not to matter."""
+    """Return the bytes of the payloads of so many values, in rows so long that padding does not matter.
+
+    Args:
+        codec: encodes them.
+        values: how many.
+        dtype: theirs, which lossless payloads depend on.
+    """
     shape = (1024, 1, 1024) if codec.sees_shape else (2**20,)
     return codec.message_bytes(shape, dtype) * values // 2**20
 
 
-def kernels(codec: Codec, encoded: float, decoded: float, summed: float) -> float:
-    """Seconds of a codec's kernels over so many values each."""
+def kernels(
+    codec: Codec, *, encoded: float = 0.0, decoded: float = 0.0, summed: float = 0.0
+) -> float:
+    """Return the seconds of a codec's kernels.
+
+    Args:
+        codec: whose kernels run.
+        encoded: values that are encoded.
+        decoded: values that are decoded alone.
+        summed: values that are decoded and added up, those of all senders.
+    """
+    times = _kernel_times(codec)
+    seconds = 0.0
+    for microseconds, values in (
+        (times.encode, encoded),
+        (times.decode, decoded),
+        (times.sum, summed),
+    ):
+        if values:
+            seconds += LAUNCH + microseconds * 1e-6 * values / 2**20
+    return seconds
+
+
+def _kernel_times(codec: Codec) -> KernelTimes:
+    """Return the measured times of a codec's kernels."""
     name = codec.name.partition(":")[0]
     if getattr(codec, "normalize", "none") != "none":
         name = "normalize"
@@ -190,94 +280,142 @@ def kernels(codec: Codec, encoded: float, decoded: float, summed: float) -> floa
         name = "outliers"
     elif name.startswith("int"):
         name = "int"
-    rates, values = KERNELS.get(name, KERNELS["lossless"]), (encoded, decoded, summed)
-    return sum(
-        LAUNCH + us * 1e-6 * many / 2**20 for us, many in zip(rates, values, strict=True) if many
-    )
+    return KERNELS.get(name, KERNELS[SLOWEST])
 
 
-Row = tuple[str, tuple[float, float], float | None]
-"""What to type; seconds of an iteration and of its host; cost in loss (percent; None: not known)."""
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    name: str
+    """What to type."""
+    seconds: float
+    """Of an iteration."""
+    host_seconds: float
+    """That a slow host needs to launch it."""
+    loss: float | None
+    """Percent of validation loss above uncompressed; None: not known."""
 
 
 class Estimate:
-    """Predicted iterations of one layout of ``args.world_size`` GPUs, each with ``gemm_rate`` FLOP/s."""
+    """Predicts iterations of one layout of GPUs.
+
+    Args:
+        args: Megatron's arguments, validated for ``args.world_size`` GPUs.
+        cluster: the nodes.
+        gemm_rate: FLOP/s of a layer's matrix products on one GPU.
+    """
 
     def __init__(self, args: Namespace, cluster: Cluster, gemm_rate: float) -> None:
         from megatron.training.training import num_floating_point_operations
 
-        self.args, self.cluster, self.config = args, cluster, resolve(args)
+        self.args = args
+        self.cluster = cluster
+        self.config = resolve(args)
         flops = num_floating_point_operations(args, args.global_batch_size)
         self.work = workload(args, parameters(args), flops, gemm_rate)
-        self.uncompressed = self.seconds({})[0]
+        self.uncompressed_seconds = self.row("uncompressed", {}, 0.0).seconds
 
-    def seconds(self, rules: Mapping[str, Rule]) -> tuple[float, float]:
-        """An iteration whose messages follow ``rules`` (by traffic class; others go uncompressed), and the
-        host's time to launch it."""
-        args, times, sharded = self.args, {}, self.args.use_distributed_optimizer
-        micro = args.global_batch_size / args.micro_batch_size / args.data_parallel_size
-        host = HOST_LAYER * args.num_layers / args.pipeline_model_parallel_size * micro
+    def row(self, name: str, rules: Mapping[str, Rule], loss: float | None) -> Row:
+        """Return the prediction of an iteration.
+
+        Args:
+            name: what to type for it.
+            rules: by traffic class; messages of other classes go uncompressed.
+            loss: percent of validation loss above uncompressed; None: not known.
+        """
+        args = self.args
+        sharded = args.use_distributed_optimizer
+        micro_batches = args.global_batch_size / args.micro_batch_size / args.data_parallel_size
+        layers = args.num_layers / args.pipeline_model_parallel_size
+        host_seconds = HOST_LAYER * layers * micro_batches
+        times = {}
         for message in self.work.messages:
-            group, rule = Group.of(message, self.args, self.cluster), rules.get(message.traffic)
-            codec = (
-                getattr(rule.codec, "codec", rule.codec) if rule else None
-            )  # of a gradient compressor
+            group = Group.of(message, args, self.cluster)
+            rule = rules.get(message.traffic)
+            # A gradient compressor holds its codec.
+            codec = None if rule is None else getattr(rule.codec, "codec", rule.codec)
             if codec is None:
                 times[message] = group.seconds(message.sent_as(sharded), message.nbytes)
             else:
                 times[message] = group.compressed(message, codec, sharded)
-                host += HOST_MESSAGE * message.count
-        return self.work.seconds(times), host
+                host_seconds += HOST_MESSAGE * message.count
+        return Row(name, self.work.seconds(times), host_seconds, loss)
 
     def rows(self, budget: float, named: bool = False) -> list[Row]:
-        """Of the table, the last one what ``auto`` would choose within a budget (percent of loss); ``named``:
-        only recipes with a name have a row."""
-        rows: list[Row] = [("uncompressed", self.seconds({}), 0.0)]
+        """Return the rows of the table: uncompressed, each recipe alone, and what ``auto`` would choose.
+
+        Args:
+            budget: percent of validation loss that may be spent.
+            named: only recipes with a name have a row.
+        """
+        rows = [self.row("uncompressed", {}, 0.0)]
         gains: dict[str, dict[Recipe, float]] = {}
-        rules: dict[tuple[str, Recipe], Mapping[str, Rule]] = {}
+        rules_of: dict[tuple[str, Recipe], Mapping[str, Rule]] = {}
         for dimension in {message.dimension: None for message in self.work.messages}:
             for recipe in RECIPES[dimension]:
                 try:
-                    own = dimension_config(self.config, dimension, recipe, self.args).rules(0)
+                    config = dimension_config(self.config, dimension, recipe, self.args)
                 except InputError:  # Megatron's flags do not allow it
                     continue
-                seconds, rules[dimension, recipe] = self.seconds(own), own
-                gains.setdefault(dimension, {})[recipe] = 1 - seconds[0] / self.uncompressed
+                rules = config.rules(0)
+                row = self.row(flag(dimension, recipe), rules, recipe.loss)
+                rules_of[dimension, recipe] = rules
+                gain = 1 - row.seconds / self.uncompressed_seconds
+                gains.setdefault(dimension, {})[recipe] = gain
                 if recipe.named or not named:
-                    rows.append((flag(dimension, recipe), seconds, recipe.loss))
+                    rows.append(row)
         chosen = choose(gains, budget)
-        together = {name: rule for one in chosen.items() for name, rule in rules[one].items()}
-        text = " ".join(flag(*one) for one in chosen.items()) or "nothing"
-        loss = sum(one.loss for one in chosen.values())
-        rows.append((f"within {budget:g} %: {text}", self.seconds(together), loss))
+        all_rules: dict[str, Rule] = {}
+        for dimension, recipe in chosen.items():
+            all_rules |= rules_of[dimension, recipe]
+        flags = " ".join(flag(dimension, recipe) for dimension, recipe in chosen.items())
+        loss = sum(recipe.loss for recipe in chosen.values())
+        rows.append(self.row(f"within {budget:g} %: {flags or 'nothing'}", all_rules, loss))
         return rows
 
 
 def flag(dimension: str, recipe: Recipe) -> str:
-    """What to type for a recipe."""
-    specs = filter(None, (recipe.compression, recipe.backward))
-    return f"{PARALLELISMS[dimension].flag} {recipe.named or ' '.join(specs)}"
+    """Return what to type for a recipe of a dimension."""
+    spec = recipe.named
+    if not spec:
+        spec = recipe.compression
+        if recipe.backward is not None:
+            spec += f" {recipe.backward}"
+    return f"{PARALLELISMS[dimension].flag} {spec}"
 
 
 def parameters(args: Namespace) -> int:
-    """Parameters of the fullest rank that data parallelism sends: experts may have no replica."""
+    """Return the parameters of the fullest rank that data parallelism sends.
+
+    Experts that have no replica are left out.
+    """
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    whole = copy(args)
-    whole.use_distributed_optimizer = False  # 18 bytes a parameter then
-    held = compute_weight_and_optimizer_memory(whole) / 18
-    stages, spread = args.pipeline_model_parallel_size, args.expert_model_parallel_size
-    spread *= args.expert_tensor_parallel_size
-    if args.num_experts and args.world_size == stages * spread:
-        every = args.moe_layer_freq
-        layers = sum(map(bool, every)) if isinstance(every, list) else -(-args.num_layers // every)
+    # Megatron gives bytes: 18 a parameter without the distributed optimizer.
+    replicated_args = copy(args)
+    replicated_args.use_distributed_optimizer = False
+    count = compute_weight_and_optimizer_memory(replicated_args) / 18
+    stages = args.pipeline_model_parallel_size
+    ranks_of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    if args.num_experts and args.world_size == stages * ranks_of_experts:
+        frequency = args.moe_layer_freq
+        if isinstance(frequency, list):
+            layers = sum(map(bool, frequency))
+        else:
+            layers = ceil_div(args.num_layers, frequency)
         width = (args.moe_latent_size or args.hidden_size) * args.moe_ffn_hidden_size
-        held -= args.num_experts * width * (3 if args.swiglu else 2) * layers / stages / spread
-    return int(held)
+        matrices = 3 if args.swiglu else 2
+        count -= args.num_experts * width * matrices * layers / stages / ranks_of_experts
+    return int(count)
 
 
 def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
-    """Megatron's flags and ours, validated by Megatron for so many GPUs."""
+    """Return Megatron's flags and ours, validated by Megatron for so many GPUs.
+
+    Raises:
+        InputError: Megatron refuses them, or the vocabulary's size is not known.
+    """
     from megatron import host
 
     host.install()
@@ -286,13 +424,14 @@ def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
     parser = OneLineParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     args = add_flags(parser).parse_args(list(words))
-    args.rank, args.world_size = 0, gpus
+    args.rank = 0
+    args.world_size = gpus
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             validate_args(args, {})
     except (AssertionError, ValueError, RuntimeError) as error:
-        said = megatrons_own_check(error, args)
-        raise InputError(f"Megatron refuses these flags on {gpus} GPUs: {said}") from None
+        reason = megatrons_own_check(error, args)
+        raise InputError(f"Megatron refuses these flags on {gpus} GPUs: {reason}") from None
     args.padded_vocab_size = args.padded_vocab_size or args.vocab_size
     if not args.padded_vocab_size:
         raise InputError(
@@ -302,41 +441,55 @@ def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
 
 
 def speed_of(text: str, option: str) -> Speed:
-    """A link by its name, or ``GB/s[:us]``. Raises: InputError: neither."""
+    """Return a link by its name, or by ``GB/s[:us]``.
+
+    Args:
+        text: as typed.
+        option: which option takes it, for errors.
+
+    Raises:
+        InputError: it is neither.
+    """
     if text in SPEEDS:
         return SPEEDS[text]
     bandwidth, _, latency = text.partition(":")
     try:
-        found = Speed(1e9 * float(bandwidth), 1e-6 * float(latency or 5))
+        speed = Speed(1e9 * float(bandwidth), 1e-6 * float(latency or 5))
     except ValueError:
-        found = Speed(0.0, 0.0)
-    if not (0 < found.bandwidth < math.inf and 0 <= found.latency < math.inf):
+        speed = Speed(0.0, 0.0)
+    if not (0 < speed.bandwidth < math.inf and 0 <= speed.latency < math.inf):
         names = ", ".join(SPEEDS)
         raise InputError(
             f"{option} {text}: give one of {names}, or GB/s and microseconds such as 50:10"
         )
-    return found
+    return speed
 
 
 def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
-    """Write the picture: times as fast as uncompressed against GPUs, as data parallelism doubles."""
+    """Draw the speed-up over uncompressed against the number of GPUs, as data parallelism doubles.
+
+    Args:
+        options: the estimate's own; the picture goes to ``options.plot``.
+        args: Megatron's arguments for the smallest number of GPUs.
+        cluster: the nodes.
+    """
     from matplotlib.figure import Figure
 
     curves: dict[str, list[tuple[int, float]]] = {}
     args = copy(args)
     while args.world_size <= MOST_GPUS:
         estimate = Estimate(args, cluster, 1e12 * options.gemm_tflops)
-        for name, seconds, _ in estimate.rows(options.loss_budget, named=True)[1:]:
-            name = name.partition(": ")[0]
-            curves.setdefault(name, []).append(
-                (args.world_size, estimate.uncompressed / seconds[0])
-            )
-        args.world_size, args.data_parallel_size = 2 * args.world_size, 2 * args.data_parallel_size
+        for row in estimate.rows(options.loss_budget, named=True)[1:]:
+            label = row.name.partition(": ")[0]
+            speed_up = estimate.uncompressed_seconds / row.seconds
+            curves.setdefault(label, []).append((args.world_size, speed_up))
+        args.world_size *= 2
+        args.data_parallel_size *= 2
         args.global_batch_size *= 2  # each rank keeps its micro-batches
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
+    for label, points in curves.items():
+        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
     axes.axhline(1.0, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set(title="predicted", ylabel="times as fast as uncompressed", ylim=(0, None))
@@ -348,67 +501,88 @@ def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The estimate's own options."""
+    """Return the parser of the estimate's own options."""
     parser = OneLineParser(
         prog="python -m megatron.compression.auto.estimate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--gpus", type=int, default=8)
-    add("--gpus-per-node", type=int, default=8)
-    link = f"one of {', '.join(SPEEDS)}, or GB/s that a GPU sends, with microseconds of latency after a colon"
-    add("--intra", default="nvlink", metavar="LINK", help=f"inside a node: {link}")
-    add(
+    link = (
+        f"one of {', '.join(SPEEDS)}, or GB/s that a GPU sends, such as 50:10 with 10 us of latency"
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of the job (default: 8)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node (default: 8)")
+    parser.add_argument("--intra", default="nvlink", metavar="LINK", help=f"inside a node: {link}")
+    parser.add_argument(
         "--inter",
         default="50:10",
         metavar="LINK",
-        help="between nodes: a GPU's share of the adapters",
+        help="between nodes: GB/s per GPU, so 400 Gbit/s shared by 8 GPUs = 6.25",
     )
-    add(
+    parser.add_argument(
         "--gemm-tflops",
         type=float,
         default=720.0,
-        help="of a layer's products on one GPU; 720: an H200",
+        help="TFLOP/s of a layer's matrix products on one GPU (default: 720, an H200)",
     )
-    add("--loss-budget", type=float, default=BUDGET, help="percent of validation loss, as for auto")
-    add("--plot", type=Path, metavar="FILE", help=f"draw the speed-up for up to {MOST_GPUS} GPUs")
+    parser.add_argument(
+        "--loss-budget",
+        type=float,
+        default=BUDGET,
+        help=f"percent of validation loss that may be spent (default: {BUDGET})",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help=f"draw the speed-up for up to {MOST_GPUS} GPUs"
+    )
     return parser
 
 
 def report(options: Namespace, words: Sequence[str]) -> None:
-    """Print the table, and write the picture. Raises: InputError: impossible options or flags."""
+    """Print the table, and draw the picture where asked.
+
+    Args:
+        options: the estimate's own.
+        words: Megatron's flags and ours.
+
+    Raises:
+        InputError: impossible options or flags.
+    """
     for name in ("gpus", "gpus_per_node", "gemm_tflops"):
         if not 0 < getattr(options, name) < math.inf:
             raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0")
     if options.plot:
         require_extra("matplotlib", "plots", "--plot")
-    intra, inter = speed_of(options.intra, "--intra"), speed_of(options.inter, "--inter")
+    intra = speed_of(options.intra, "--intra")
+    inter = speed_of(options.inter, "--inter")
     cluster = Cluster(options.gpus_per_node, intra, inter)
     args = parse_megatron(words, options.gpus)
     estimate = Estimate(args, cluster, 1e12 * options.gemm_tflops)
     rows = estimate.rows(options.loss_budget)
     if estimate.config.enabled:
-        rows.append(("the flags as given", estimate.seconds(estimate.config.rules()), None))
+        rows.append(estimate.row("the flags as given", estimate.config.rules(), None))
     cells = [["predicted", "ms an iteration", "times as fast", "host, ms", "cost in loss"]]
-    for name, (seconds, host), loss in rows:
-        cost = "not known" if loss is None else f"+{loss:.3g} %"
-        speed_up = f"{estimate.uncompressed / seconds:.2f}"
-        cells.append([name, f"{1e3 * seconds:.4g}", speed_up, f"{1e3 * host:.4g}", cost])
-    print("\n".join(aligned(cells)))
+    for row in rows:
+        loss = "not known" if row.loss is None else f"+{row.loss:.3g} %"
+        speed_up = f"{estimate.uncompressed_seconds / row.seconds:.2f}"
+        seconds = f"{1e3 * row.seconds:.4g}"
+        cells.append([row.name, seconds, speed_up, f"{1e3 * row.host_seconds:.4g}", loss])
+    print("\n".join(table(*cells, aligned=True)))
     computation = 1e3 * estimate.work.computation
-    print(f"computation {computation:.4g} ms; a slow host's time decides where it is longer")
+    print(
+        f'{computation:.4g} ms of this is computation. If "host, ms" is larger than "ms an iteration", '
+        "expect the host's."
+    )
     if options.plot:
         draw(options, args, cluster)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 2 for bad input, which is one line."""
+    """Run the estimate and return the exit status: 2 for bad input, which is one line."""
     words = list(sys.argv[1:] if argv is None else argv)
-    place = words.index("--") if "--" in words else len(words)
+    separator = words.index("--") if "--" in words else len(words)
     try:
-        report(make_parser().parse_args(words[:place]), words[place + 1 :])
+        report(make_parser().parse_args(words[:separator]), words[separator + 1 :])
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What ``--compression auto`` decides and by which rule, how the run checks it, where a resume finds it."""
+"""The decision of ``--compression auto``: by which rule, how the run checks it, where a resume finds it."""
 
 import json
 import math
@@ -16,28 +16,33 @@ import torch.distributed as dist
 
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import DIMENSIONS
+from megatron.compression.files import read_json, write_whole
 from megatron.compression.report.history import to_json
+from megatron.compression.report.markdown import table
 
 BUDGET = 0.1
 """Percent of validation loss, where ``--compression-loss-budget`` is not given."""
 LEAST_GAIN = 0.02
-"""Of an iteration, as the run itself measures it: a dimension that gains less stays uncompressed."""
+"""A dimension that saves a smaller part of an iteration, as the run itself measures it, stays uncompressed."""
 TRIED = 0.005
-"""Of an iteration, as predicted: what would gain less is not tried. Predictions are off by more than what
-lies between these two."""
+"""What is predicted to save a smaller part of an iteration is not tried. Predictions are off by more than
+lies between this and ``LEAST_GAIN``."""
 ALIKE = 0.005
-"""Of an iteration: settings that differ by less count as equally fast, and the smaller loss decides."""
+"""Settings whose gains differ by a smaller part of an iteration count as equally fast."""
+ROUNDING = 1e-9
+"""By so many percent a sum of losses may exceed the budget: floating-point sums of decimal fractions."""
 FILE = "compression-auto.json"
 """In the folder of --save."""
 
 
 @dataclass(frozen=True)
 class DimensionPlan:
-    """What one dimension does."""
+    """The decision about one dimension."""
 
     dimension: str
+    """The dimension's name, such as tensor_parallel."""
     link: str
-    """As measured, uncompressed."""
+    """Its link as measured, uncompressed."""
     chosen: bool
     """Whether a recipe was chosen here; False: uncompressed, or its own flag decides."""
     name: str
@@ -47,81 +52,107 @@ class DimensionPlan:
     loss: float
     """Percent of validation loss that it costs."""
     why: str
+    """The reason, in words."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """For the whole run; the same on all ranks."""
+    """The decision for the whole run; the same on all ranks."""
 
     dimensions: tuple[DimensionPlan, ...]
     budget: float
-    """Percent."""
+    """Percent of validation loss that may be spent."""
     iteration_ms: float
-    """Of an uncompressed iteration, as predicted."""
+    """Milliseconds of an uncompressed iteration, as predicted."""
     computation_ms: float
     """The part of it that is no communication."""
     seconds: float
-    """That the timings took."""
+    """How long the timings took."""
     checked: bool = False
     """Whether the run has compared iterations with and without."""
 
     def recipes(self) -> dict[str, Recipe]:
-        """Of the dimensions that compress."""
-        return {one.dimension: _known(one) for one in self.dimensions if one.chosen}
+        """Return the recipes of the dimensions that compress.
+
+        Raises:
+            TypeError: a plan names what ``auto`` does not choose among.
+        """
+        return {plan.dimension: _recipe_of(plan) for plan in self.dimensions if plan.chosen}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "RunPlan":
-        """Raises: TypeError, KeyError: not as ``asdict`` gives it, or what ``auto`` cannot have chosen."""
-        dimensions = tuple(_typed(DimensionPlan, one) for one in values["dimensions"])
+    def from_dict(cls, values: Any) -> "RunPlan":
+        """Return the plan that ``asdict`` has made ``values`` of.
+
+        Raises:
+            TypeError, KeyError: it has not, or ``auto`` cannot have chosen this.
+        """
+        dimensions = tuple(_typed(DimensionPlan, plan) for plan in values["dimensions"])
         plan = _typed(cls, {**values, "dimensions": dimensions})
         plan.recipes()
         return plan
 
     def after_check(self, useless: Mapping[str, str]) -> "RunPlan":
-        """The plan after the run's own check, which gives by dimension that does not gain why."""
-        off = {"chosen": False, "name": "none", "gain": 0.0, "loss": 0.0}
-        why = {name: {**off, "why": text} for name, text in useless.items()}
-        after = tuple(replace(one, **why.get(one.dimension, {})) for one in self.dimensions)
-        return replace(self, dimensions=after, checked=True)
+        """Return the plan after the run's own check.
+
+        Args:
+            useless: dimension -> why it does not gain, in words.
+        """
+        dimensions = []
+        for plan in self.dimensions:
+            if plan.dimension in useless:
+                reason = useless[plan.dimension]
+                plan = replace(plan, chosen=False, name="none", gain=0.0, loss=0.0, why=reason)
+            dimensions.append(plan)
+        return replace(self, dimensions=tuple(dimensions), checked=True)
 
     def table(self) -> list[str]:
-        """Lines for the log and the report."""
+        """Return lines for the log and the report."""
         if not self.dimensions:
             return ["ranks send each other nothing: there is nothing to compress"]
-        rows = [["dimension", "link as measured", "choice", "expected gain", "cost in loss", "why"]]
-        for one in self.dimensions:
-            numbers = (
-                (f"{100 * one.gain:.1f} %", f"+{one.loss:.3g} %") if one.chosen else ("-", "-")
-            )
-            rows.append([one.dimension.replace("_", " "), one.link, one.name, *numbers, one.why])
-        return aligned(rows)
+        header = ["dimension", "link as measured", "choice", "expected gain", "cost in loss", "why"]
+        rows = [header]
+        for plan in self.dimensions:
+            gain = "-"
+            loss = "-"
+            if plan.chosen:
+                gain = f"{100 * plan.gain:.1f} %"
+                loss = f"+{plan.loss:.3g} %"
+            dimension = plan.dimension.replace("_", " ")
+            rows.append([dimension, plan.link, plan.name, gain, loss, plan.why])
+        return table(*rows, aligned=True)
 
 
-def _typed(cls: type, values: Mapping[str, Any]) -> Any:
-    """A dataclass of values out of JSON; null stands for a number that JSON lacks.
+_JSON_TYPES: dict[str, Any] = {"float": (float, int), "bool": bool, "str": str}
+"""Name of a field's type -> what JSON may hold for it."""
 
-    Raises: TypeError: a value is not of its field's type.
+
+def _typed(cls: type, values: Any) -> Any:
+    """Return a dataclass of values out of JSON; null stands for a number that JSON lacks.
+
+    Raises:
+        TypeError: it is no object, or a value is not of its field's type.
     """
-    kinds: dict[str, Any] = {"float": (float, int), "bool": bool, "str": str}
-    found = {}
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{values!r} is no {cls.__name__}")
+    fields = {}
     for name, value in values.items():
-        kind = cls.__annotations__.get(name)
-        kind = getattr(kind, "__name__", kind)
-        found[name] = math.nan if value is None and kind == "float" else value
-        if not isinstance(found[name], kinds.get(kind, object)):
+        annotation = cls.__annotations__.get(name)
+        kind = getattr(annotation, "__name__", annotation)
+        if value is None and kind == "float":
+            value = math.nan
+        is_flag_for_number = kind == "float" and isinstance(value, bool)
+        if is_flag_for_number or not isinstance(value, _JSON_TYPES.get(kind, object)):
             raise TypeError(f"{name} is {value!r}")
-    return cls(**found)
+        fields[name] = value
+    return cls(**fields)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown of rows of cells, columns aligned; the first row is the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+def _recipe_of(plan: DimensionPlan) -> Recipe:
+    """Return the recipe that a plan names; nothing is parsed or imported.
 
-
-def _known(plan: DimensionPlan) -> Recipe:
-    """The recipe of a plan's name; nothing is parsed or imported. Raises: TypeError: there is none."""
+    Raises:
+        TypeError: there is none.
+    """
     for recipe in RECIPES.get(plan.dimension, ()):
         if recipe.name == plan.name:
             return recipe
@@ -129,31 +160,65 @@ def _known(plan: DimensionPlan) -> Recipe:
 
 
 def within(budget: float, dimension: str) -> list[Recipe]:
-    """A dimension's recipes that a budget (percent) allows by themselves; of 0, what changes no bit."""
+    """Return the recipes of a dimension that a budget allows by themselves.
+
+    Args:
+        budget: percent of validation loss; 0 allows what changes no bit.
+        dimension: the dimension's name.
+    """
     return [
-        one for one in RECIPES[dimension] if one.exact or (budget > 0 and one.loss <= budget + 1e-9)
+        recipe
+        for recipe in RECIPES[dimension]
+        if recipe.exact or (budget > 0 and recipe.loss <= budget + ROUNDING)
     ]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One choice for every dimension."""
+
+    recipes: dict[str, Recipe]
+    """By dimension; a dimension that is left out stays uncompressed."""
+    gain: float
+    """Part of an iteration that it saves."""
+    loss: float
+    """Percent of validation loss that it costs."""
 
 
 def choose(gains: Mapping[str, Mapping[Recipe, float]], budget: float) -> dict[str, Recipe]:
-    """The recipes, by dimension, with the largest gain (the part of an iteration that each saves) whose
-    losses add up to no more than the budget (percent); dimensions that are left out stay uncompressed."""
-    options: list[list[tuple[str, Recipe | None, float]]] = []
-    for dimension, by_recipe in gains.items():
-        good = [(dimension, one, gain) for one, gain in by_recipe.items() if gain >= TRIED]
-        options.append([(dimension, None, 0.0), *good])
-    found = [
-        (
-            sum(one.loss for _, one, _ in ways if one is not None),
-            -sum(gain for _, _, gain in ways),
-            ways,
-        )
-        for ways in product(*options)
+    """Return the recipes with the largest gain whose losses add up to no more than the budget.
+
+    Args:
+        gains: dimension -> recipe -> the part of an iteration that it saves.
+        budget: percent of validation loss.
+
+    Returns:
+        Recipes by dimension; dimensions that are left out stay uncompressed.
+    """
+    combinations = [
+        combination for combination in _combinations(gains) if combination.loss <= budget + ROUNDING
     ]
-    found = [one for one in found if one[0] <= budget + 1e-9]
-    fastest = min(gain for _, gain, _ in found)
-    _, _, best = min((one for one in found if one[1] <= fastest + ALIKE), key=lambda one: one[:2])
-    return {dimension: one for dimension, one, _ in best if one is not None}
+    best_gain = max(combination.gain for combination in combinations)
+    # Settings whose gains differ by less than ALIKE count as equally fast: the smaller loss decides.
+    as_fast = [choice for choice in combinations if choice.gain >= best_gain - ALIKE]
+    chosen = min(as_fast, key=lambda combination: (combination.loss, -combination.gain))
+    return chosen.recipes
+
+
+def _combinations(gains: Mapping[str, Mapping[Recipe, float]]) -> list[Combination]:
+    """Return every combination of recipes that are worth a try, the one without any included."""
+    options_by_dimension: list[list[tuple[str, Recipe | None, float]]] = []
+    for dimension, gain_of in gains.items():
+        options: list[tuple[str, Recipe | None, float]] = [(dimension, None, 0.0)]
+        options += [(dimension, recipe, gain) for recipe, gain in gain_of.items() if gain >= TRIED]
+        options_by_dimension.append(options)
+    combinations = []
+    for options in product(*options_by_dimension):
+        recipes = {dimension: recipe for dimension, recipe, _ in options if recipe is not None}
+        gain = sum(gain for _, _, gain in options)
+        loss = sum(recipe.loss for recipe in recipes.values())
+        combinations.append(Combination(recipes, gain, loss))
+    return combinations
 
 
 WARM_UP = 3
@@ -165,11 +230,15 @@ ROUNDS = 2
 
 
 class Check:
-    """Times blocks of iterations with everything on, or one dimension uncompressed, and decides. Ranks switch
-    by the iteration, which all of them know.
+    """Times blocks of iterations with everything on, or one dimension uncompressed, and decides.
+
+    Ranks switch by the iteration, which all of them know, so nothing is sent to agree on a switch. After
+    ``WARM_UP`` iterations blocks follow each other, in two rounds::
+
+        all on | without A | without B | all on | without A | without B | decision
 
     Args:
-        dimensions: that are compressed.
+        dimensions: those that are compressed.
         first: the first iteration, counted from 0, that compresses anything.
         iteration: the zero-based one that all ranks are in.
         decided: called on all ranks with the part of an iteration that each dimension saves. A dimension that
@@ -185,177 +254,176 @@ class Check:
         decided: Callable[[dict[str, float]], None],
         capturing: int = 0,
     ) -> None:
-        self._dimensions, self._first = dimensions, first
-        self._iteration, self._decided = iteration, decided
-        self._untimed, self._length = 1 + capturing, BLOCK + capturing
-        self._blocks: list[str | None] = [None, *dimensions] * (1 if capturing else ROUNDS)
+        self._dimensions = dimensions
+        self._first = first
+        self._iteration = iteration
+        self._decided = decided
+        self._untimed = 1 + capturing
+        self._block_length = BLOCK + capturing
+        rounds = 1 if capturing else ROUNDS
+        self._blocks: list[str | None] = [None, *dimensions] * rounds
+        """The dimension that is uncompressed in each block; None: everything is on."""
         self._times: dict[str | None, list[float]] = {block: [] for block in self._blocks}
-        self._begin: int | None = None
-        self._place: int | None = None
-        """Of the last iteration seen; Megatron skips those of --iterations-to-skip."""
-        self._last = 0.0
+        """Seconds of iterations, by what is uncompressed."""
+        self._first_block_begins: int | None = None
+        self._last_index: int | None = None
+        """The last iteration seen, from the first block on; Megatron skips those of --iterations-to-skip."""
+        self._last_time = 0.0
         self.off: set[str] = set()
         """Dimensions that stay uncompressed."""
         self.done = not dimensions
 
     @property
     def iterations(self) -> int:
-        """Of all blocks."""
-        return self._length * len(self._blocks)
+        """The number of iterations of all blocks."""
+        return self._block_length * len(self._blocks)
 
     def left_out(self, traffic: str) -> bool:
-        """Whether a traffic class goes uncompressed now, for ``Policy.left_out``."""
+        """Return whether a traffic class goes uncompressed now, for ``Policy.left_out``."""
         if any(_belongs(traffic, dimension) for dimension in self.off):
             return True
-        if self.done or self._begin is None:
+        if self.done or self._first_block_begins is None:
             return False
-        place = self._iteration() - self._begin
-        block = self._blocks[place // self._length] if 0 <= place < self.iterations else None
-        return block is not None and _belongs(traffic, block)
+        index = self._iteration() - self._first_block_begins
+        if not 0 <= index < self.iterations:
+            return False
+        uncompressed = self._blocks[index // self._block_length]
+        return uncompressed is not None and _belongs(traffic, uncompressed)
 
     def on_training_log(self, iteration: int) -> None:
-        """After each iteration, counted from 1; decides after the last block. Collective then."""
+        """Time the iteration that has just ended, counted from 1; decide after the last block.
+
+        The decision is collective over all ranks.
+        """
         if self.done:
             return
-        if self._begin is None:
-            self._begin = max(iteration, self._first) + WARM_UP
-        place = iteration - 1 - self._begin  # of the iteration that has just ended
-        if place < -1:
+        if self._first_block_begins is None:
+            self._first_block_begins = max(iteration, self._first) + WARM_UP
+        index = iteration - 1 - self._first_block_begins
+        if index < -1:
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        block, position = divmod(place, self._length)
-        if 0 <= place < self.iterations and position >= self._untimed and self._place == place - 1:
-            self._times[self._blocks[block]].append(now - self._last)
-        self._last, self._place = now, place
-        if place + 1 >= self.iterations:
+        block, position = divmod(index, self._block_length)
+        is_in_a_block = 0 <= index < self.iterations
+        follows_the_last = self._last_index == index - 1
+        if is_in_a_block and position >= self._untimed and follows_the_last:
+            self._times[self._blocks[block]].append(now - self._last_time)
+        self._last_time = now
+        self._last_index = index
+        if index + 1 >= self.iterations:
             self.done = True
             self._decide()
 
     def _decide(self) -> None:
-        found = [statistics.median(times) if times else math.nan for times in self._times.values()]
-        seconds = dict(zip(self._times, largest(*found), strict=True))
-        gains = {name: 1 - seconds[None] / seconds[name] for name in self._dimensions}
-        gains = {name: gain for name, gain in gains.items() if not math.isnan(gain)}
-        self.off = {name for name, gain in gains.items() if gain < LEAST_GAIN}
+        """Compare the medians of the slowest rank, switch off what does not gain, and tell."""
+        medians = [
+            statistics.median(times) if times else math.nan for times in self._times.values()
+        ]
+        seconds = dict(zip(self._times, largest(*medians), strict=True))
+        gains = {}
+        for dimension in self._dimensions:
+            gain = 1 - seconds[None] / seconds[dimension]
+            if not math.isnan(gain):
+                gains[dimension] = gain
+        self.off = {dimension for dimension, gain in gains.items() if gain < LEAST_GAIN}
         self._decided(gains)
 
 
 def device_of_rank() -> torch.device:
-    """On which this rank's collectives run."""
+    """Return the device on which this rank's collectives run."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def largest(*values: float) -> list[float]:
-    """The largest of each over all ranks. Collective."""
+    """Return the largest of each value over all ranks of the job. Collective."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device_of_rank())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def _belongs(traffic: str, dimension: str) -> bool:
+    """Return whether a traffic class is one of a dimension's."""
     return traffic.startswith(DIMENSIONS[dimension.replace("_", " ")])
 
 
-_SAME = (
-    *(
-        "world_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "data_parallel_size",
-    ),
-    *(
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-    ),
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "seq_length",
-        "micro_batch_size",
-        "global_batch_size",
-    ),
-    *(
-        "sequence_parallel",
-        "params_dtype",
-        "accumulate_allreduce_grads_in_fp32",
-        "transformer_impl",
-    ),
-    *(
-        "use_distributed_optimizer",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "overlap_p2p_comm",
-    ),
-    "num_distributed_optimizer_instances",
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("ddp_bucket_size", "padded_vocab_size", "num_experts", "num_attention_heads"),
-    *("num_query_groups", "kv_channels", "multi_latent_attention", "cuda_graph_impl"),
-    *(
-        "expert_tensor_parallel_size",
-        "moe_token_dispatcher_type",
-        "moe_router_topk",
-        "moe_router_dtype",
-    ),
-    *(
-        "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "moe_layer_freq",
-        "moe_latent_size",
-    ),
-    *(
-        "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_overlap",
-        "overlap_moe_expert_parallel_comm",
-    ),
-)
-"""Arguments of Megatron that a plan holds for."""
+_DECIDING_ARGUMENTS = """
+    world_size tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
+    virtual_pipeline_model_parallel_size
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    multi_latent_attention padded_vocab_size seq_length micro_batch_size global_batch_size
+    sequence_parallel params_dtype accumulate_allreduce_grads_in_fp32 transformer_impl cuda_graph_impl
+    use_distributed_optimizer num_distributed_optimizer_instances ddp_bucket_size
+    overlap_grad_reduce overlap_param_gather overlap_p2p_comm
+    recompute_granularity recompute_method recompute_num_layers recompute_modules
+    num_experts moe_token_dispatcher_type moe_router_topk moe_router_dtype moe_expert_capacity_factor
+    moe_pad_expert_input_to_capacity moe_layer_freq moe_latent_size
+    moe_shared_expert_intermediate_size moe_shared_expert_overlap overlap_moe_expert_parallel_comm
+""".split()
+"""Arguments of Megatron that a plan holds for: another value of one of them makes it another run."""
 
 
 def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a plan was made for, as JSON-ready values; for another run it is made anew. ``settings`` are
-    compression's, less what does not change results."""
-    kept = {name: getattr(args, name, None) for name in _SAME}
+    """Return what a plan is made for, as JSON-ready values; for another run it is made anew.
+
+    Args:
+        args: Megatron's arguments.
+        settings: those of compression, without what does not change results.
+    """
+    arguments = {name: getattr(args, name, None) for name in _DECIDING_ARGUMENTS}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return dict(
-        json.loads(json.dumps({**kept, "device": device, "settings": settings}, default=str))
-    )
+    values = {**arguments, "device": device, "settings": settings}
+    # Through JSON and back, so that it equals what is read from a file.
+    return dict(json.loads(json.dumps(values, default=str)))
 
 
-def read(folder: str | None, wanted: dict[str, Any], say: Callable[[str], None]) -> RunPlan | None:
-    """The plan of an earlier part of this run; None: there is none, or it was made for something else."""
+def read(
+    folder: str | None, made_for: dict[str, Any], log: Callable[[str], None]
+) -> RunPlan | None:
+    """Return the plan of an earlier part of this run, or None: the run measures.
+
+    Args:
+        folder: of the checkpoint that is loaded; None: there is none.
+        made_for: the ``circumstances`` of this run.
+        log: takes a line that says why a file is not used.
+    """
     path = Path(folder or "", FILE)
     if folder is None or not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text())
-        plan, made_for = RunPlan.from_dict(found["decision"]), dict(found["made_for"])
+        stored = read_json(path)
+        plan = RunPlan.from_dict(stored["decision"])
+        plan_made_for = dict(stored["made_for"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        say(f"{path} cannot be read ({error}); the run measures anew")
+        log(f"{path} cannot be read ({error}); the run measures anew")
         return None
-    if changed := sorted(name for name in wanted if made_for.get(name) != wanted[name]):
-        say(f"{path} is of another run ({', '.join(changed)}); this one measures anew")
+    changed = sorted(name for name in made_for if plan_made_for.get(name) != made_for[name])
+    if changed:
+        log(f"{path} is of another run ({', '.join(changed)}); this one measures anew")
         return None
     return plan
 
 
 def write(
-    folder: str | None, plan: RunPlan, made_for: dict[str, Any], say: Callable[[str], None]
+    folder: str | None, plan: RunPlan, made_for: dict[str, Any], log: Callable[[str], None]
 ) -> None:
-    """Keep a plan; where the folder cannot be written to, ``say`` tells so, and a resume measures anew."""
+    """Keep a plan for a resumed run; a folder that cannot be written to is a line, and no error.
+
+    Args:
+        folder: where the run saves checkpoints; None: nowhere.
+        plan: the decision.
+        made_for: the ``circumstances`` of this run.
+        log: takes a line.
+    """
     if folder is None:
         return
     path = Path(folder, FILE)
-    new = path.with_name(path.name + ".new")
-    data = {"decision": asdict(plan), "made_for": made_for}
+    text = to_json({"decision": asdict(plan), "made_for": made_for}, indent=1) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(to_json(data, indent=1) + "\n")
-        new.replace(path)
+        write_whole(path, text)
     except OSError as error:
-        say(f"{path} cannot be written ({error.strerror}); a resumed run measures anew")
+        log(f"{path} cannot be written ({error.strerror}); a resumed run measures anew")
