@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs.recipes import RECIPES, Recipe
-from megatron.compression.communication.ledger import DIMENSIONS
 from megatron.compression.files import read_json, write_whole
+from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.history import to_json
 from megatron.compression.report.markdown import table
 
@@ -347,7 +347,7 @@ def largest(*values: float) -> list[float]:
 
 def _belongs(traffic: str, dimension: str) -> bool:
     """Return whether a traffic class is one of a dimension's."""
-    return traffic.startswith(DIMENSIONS[dimension.replace("_", " ")])
+    return traffic.startswith(PARALLELISMS[dimension].traffic)
 
 
 _DECIDING_ARGUMENTS = """

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.compression.communication.ledger import DIMENSIONS, KINDS, TRAFFIC
-from megatron.compression.config import COMMUNICATORS, NODE_SIZE
-from megatron.compression.dimension import FLAGS
 from megatron.compression.files import write_whole
+from megatron.compression.names import FLAG_NAMES
 from megatron.compression.report.figures import (
     MB,
     evaluations,
@@ -276,30 +275,13 @@ def different_settings(baseline: dict, run: dict) -> list[str]:
     ]
 
 
-def _typed_names() -> dict[str, str]:
-    """Return what a user types by the path of a setting in ``settings``."""
-    names = {
-        "communicators": COMMUNICATORS,
-        "data_parallel.node_size": NODE_SIZE,
-        "auto": "--compression auto",
-    }
-    for flag, paths in FLAGS.items():
-        names[paths[0]] = flag
-        for path in paths[1:]:
-            names[path] = f"{flag} {path.rpartition('.')[2].upper()}"
-        if flag == "--compression-min-mb":
-            field = paths[0].rpartition(".")[2]
-            for dimension in DIMENSIONS:
-                names[f"{dimension.replace(' ', '_')}.{field}"] = flag
-    return names
-
-
 def _typed_name(path: str) -> str:
+    """Return what a user types for a setting's path in ``settings``: its flag or environment variable."""
     part, _, name = path.partition(".")
     if part == "compression":
-        return _typed_names().get(name, name)
+        return FLAG_NAMES.of(name)
     if part == "megatron":
-        return f"--{name.replace('_', '-')}"
+        return FLAG_NAMES.of(f"args.{name}")
     return path
 
 
