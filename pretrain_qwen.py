@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """All flags that are not Megatron's."""
+    """Add all flags that are not Megatron's: --qwen-model, and those of compression."""
     from megatron.compression.huggingface.models import add_qwen_arguments
     from megatron.compression.setup import add_arguments as add_compression_arguments
 
@@ -16,7 +16,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    """Expand `--qwen-model`, parse the command line, then train. Bad input ends the run with one line."""
+    """Replace `--qwen-model` by the flags of that model, then train. Bad input ends the run with one line."""
     from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
 
@@ -26,10 +26,11 @@ def main() -> None:
     from megatron.compression.startup import entrypoint
 
     with one_line_errors():
+        # --help shows --qwen-model as it is.
         if not {"-h", "--help"}.intersection(sys.argv):
-            sys.argv[1:], added = expand(sys.argv[1:])
+            sys.argv[1:], model_flags = expand(sys.argv[1:])
             if os.environ.get("RANK", "0") == "0":
-                print(f"qwen: --qwen-model adds {' '.join(added)}", flush=True)
+                print(f"qwen: --qwen-model adds {' '.join(model_flags)}", flush=True)
         entrypoint.run(entrypoint.parse_arguments(add_arguments))
 
 

@@ -1,17 +1,22 @@
-"""Dependencies come from megatron/compression/versions.py, so that each is written once."""
+"""Packages and dependencies. Versions come from megatron/compression/versions.py: each is written once."""
 
 import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
+# The file is run, not imported: importing the package would need its dependencies.
 versions = runpy.run_path(str(Path(__file__).parent / "megatron" / "compression" / "versions.py"))
-extras = versions["EXTRAS"] | {
-    "docs": ["mkdocs", "mkdocstrings[python]"],  # mkdocs serve: these pages and the API reference
-}
-IN_DEV = sorted(
-    extras.keys() - {"transformer-engine", "bridge"}
-)  # compiled, for about 25 minutes and more
+extras = dict(versions["EXTRAS"])
+# `mkdocs serve` shows these pages and the API reference.
+extras["docs"] = ["mkdocs", "mkdocstrings[python]"]
+
+# Everything for development, except the two extras that are compiled for 25 minutes and more.
+COMPILED = ("transformer-engine", "bridge")
+dev = {"pytest", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "pydoclint", "pre-commit"}
+for name in extras:
+    if name not in COMPILED:
+        dev.update(extras[name])
 
 setup(
     # megatron/ must stay without __init__.py: it overlays the namespace of the megatron-core wheel.
@@ -28,17 +33,10 @@ setup(
         "tensorboard",
         "regex",
         "PyYAML",
-        # ours
+        # This project imports these.
         "numpy",
         "packaging",
         "tqdm",
     ],
-    extras_require=extras
-    | {
-        "dev": [
-            *sorted({name for extra in IN_DEV for name in extras[extra]}),
-            *("pytest", "pytest-timeout", "pytest-xdist"),
-            *("ruff", "mypy", "pydoclint", "pre-commit"),
-        ]
-    },
+    extras_require={**extras, "dev": sorted(dev)},
 )

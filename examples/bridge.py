@@ -1,16 +1,14 @@
-"""A small GPT in Megatron-Bridge with compressed communication; two lines of it are this project's.
+"""Train a small GPT in Megatron-Bridge with compressed communication.
 
-torchrun --nproc-per-node 2 examples/bridge.py --tensor 2 --tp int6
-torchrun --nproc-per-node 2 examples/bridge.py --expert 2 --ep int8 --dp sdp4bit
+    torchrun --nproc-per-node 2 examples/bridge.py --tensor 2 --tp int6
+    torchrun --nproc-per-node 2 examples/bridge.py --expert 2 --ep int8 --dp sdp4bit
 
-The recipe is Megatron-Bridge's smallest, on mock data; any other is changed in the same way.
+Two lines of it are this project's: the import of ``bridge``, and ``bridge.attach`` among the callbacks of
+``pretrain``. The recipe is Megatron-Bridge's smallest, on mock data. Any other recipe takes the same lines.
 """
 
 import argparse
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 try:
     from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
@@ -26,41 +24,70 @@ from megatron.compression import bridge
 def config(
     tensor: int = 1, pipeline: int = 1, expert: int = 1, iterations: int = 20
 ) -> ConfigContainer:
-    """The recipe, with a layout and a length of one's own; experts where they are shared out."""
+    """Return the recipe, for a layout and a length.
+
+    Args:
+        tensor: tensor-parallel size.
+        pipeline: pipeline-parallel size.
+        expert: expert-parallel size; above 1 the model is a mixture of 8 experts.
+        iterations: length of the training.
+    """
     cfg = vanilla_gpt_pretrain_config()
-    model, sequence = cfg.model, 1024
-    model.num_layers, model.hidden_size, model.num_attention_heads = 4, 1024, 16
-    model.ffn_hidden_size, model.seq_length, cfg.dataset.seq_length = 4096, sequence, sequence
-    model.tensor_model_parallel_size, model.sequence_parallel = tensor, tensor > 1
-    model.pipeline_model_parallel_size, model.expert_model_parallel_size = pipeline, expert
+
+    # A model that fits any GPU. Its tensor-parallel messages are 8 MiB (1024 tokens x 4 sequences x 1024
+    # channels in bf16); smaller ones go uncompressed, unless bridge.attach is given min_mb.
+    model = cfg.model
+    model.num_layers = 4
+    model.hidden_size = 1024
+    model.ffn_hidden_size = 4096
+    model.num_attention_heads = 16
+    model.seq_length = 1024
+    cfg.dataset.seq_length = 1024
+    cfg.train.micro_batch_size = 4
+    cfg.train.global_batch_size = 8
+
+    # How it is spread over the GPUs.
+    model.tensor_model_parallel_size = tensor
+    model.sequence_parallel = tensor > 1
+    model.pipeline_model_parallel_size = pipeline
+    model.expert_model_parallel_size = expert
     if expert > 1:
-        model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size = 8, 2, 1024
-        model.moe_token_dispatcher_type, model.moe_grouped_gemm = "alltoall", True
-    # Tensor-parallel messages are 8 MiB here; smaller ones go uncompressed unless min_mb says otherwise.
-    cfg.train.train_iters, cfg.train.micro_batch_size, cfg.train.global_batch_size = (
-        iterations,
-        4,
-        8,
-    )
-    cfg.scheduler.lr_warmup_iters, cfg.scheduler.lr_decay_iters = 2, iterations
+        model.num_moe_experts = 8
+        model.moe_router_topk = 2
+        model.moe_ffn_hidden_size = 1024
+        model.moe_token_dispatcher_type = "alltoall"
+        model.moe_grouped_gemm = True
+
+    # A short run that logs often and saves nothing.
+    cfg.train.train_iters = iterations
+    cfg.scheduler.lr_warmup_iters = 2
+    cfg.scheduler.lr_decay_iters = iterations
     cfg.validation.eval_iters = 0
-    cfg.logger.log_interval, cfg.logger.tensorboard_dir = 5, None
-    cfg.checkpoint.save = cfg.checkpoint.load = None
+    cfg.logger.log_interval = 5
+    cfg.logger.tensorboard_dir = None
+    cfg.checkpoint.save = None
+    cfg.checkpoint.load = None
     return cfg
 
 
 def main() -> None:
-    """Train, and print Megatron-Bridge's log with a line of ours at each interval."""
+    """Train, and print Megatron-Bridge's log with a line of what was sent at each interval."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("tensor", "pipeline", "expert"):
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"{name}-parallel size")
-    for name in ("tp", "dp", "pp", "ep"):
-        parser.add_argument(f"--{name}", default="none", help="codec of its traffic")
-    parser.add_argument("--iterations", type=int, default=20)
-    given = parser.parse_args()
-    cfg = config(given.tensor, given.pipeline, given.expert, given.iterations)
-    codecs = {name: getattr(given, name) for name in ("tp", "dp", "pp", "ep")}
-    pretrain(cfg, forward_step, callbacks=[bridge.attach(cfg, **codecs)])
+    add = parser.add_argument
+    add("--tensor", type=int, default=1, help="tensor-parallel size")
+    add("--pipeline", type=int, default=1, help="pipeline-parallel size")
+    add("--expert", type=int, default=1, help="expert-parallel size")
+    add("--tp", default="none", help="codec between tensor-parallel ranks, such as int8")
+    add("--dp", default="none", help="codec between data-parallel ranks, such as sdp4bit")
+    add("--pp", default="none", help="codec between pipeline stages, such as int8")
+    add("--ep", default="none", help="codec of tokens on their way to experts, such as int8")
+    add("--iterations", type=int, default=20)
+    options = parser.parse_args()
+
+    cfg = config(options.tensor, options.pipeline, options.expert, options.iterations)
+    # attach() comes before pretrain(), which builds the model from cfg.
+    compression = bridge.attach(cfg, tp=options.tp, dp=options.dp, pp=options.pp, ep=options.ep)
+    pretrain(cfg, forward_step, callbacks=[compression])
 
 
 if __name__ == "__main__":
