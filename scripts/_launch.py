@@ -1,4 +1,7 @@
-"""What the scripts share: how a setting is written, and the launch of a run's ranks."""
+"""What the scripts share: how a setting is written on the command line, and how a run's ranks are started.
+
+The scripts beside this file import it: Python looks into a script's own folder first.
+"""
 
 import os
 import shlex
@@ -13,71 +16,121 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# The code of this checkout is what runs, in the ranks too, whatever checkout is installed.
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.compression.names import PARALLELISMS  # noqa: E402
 
-FLAGS = {kind.name.removesuffix("_parallel"): kind.flag for kind in PARALLELISMS.values()}
-"""By dimension: the flag that takes a setting's specs."""
+DIMENSIONS = [name.removesuffix("_parallel") for name in PARALLELISMS]
+"""tensor, pipeline, context, expert and data."""
 SETTINGS_HELP = (
-    'none, a spec (int6:group=64), two ("int4 int6": forward and backward, or gradients and weights), with '
-    'further flags after them if need be ("tagc --compression-start-iteration 0"), in quotes'
+    "none, a codec such as int6:group=64, or two codecs in quotes: forward and backward, or under data "
+    'parallelism gradients and weights ("int4 int6"). More flags of pretrain_gpt.py may follow in the same '
+    'quotes ("tagc --compression-start-iteration 0")'
 )
-_VARIABLES = "MEGATRON_COMPRESSION_"
+VARIABLES = "MEGATRON_COMPRESSION_"
+"""How the environment variables begin that a setting may set."""
 
 
 @dataclass(frozen=True)
 class BenchSetting:
-    """What a run compresses in one dimension."""
+    """What a run compresses, and how: one value of --codecs."""
 
     text: str
-    """As on the command line, and as in results."""
+    """The setting as it was typed. Tables and results show it."""
     specs: tuple[str, ...]
-    """Of one codec or two."""
+    """One codec or two, for the dimension that is measured; ("none",): uncompressed."""
     flags: tuple[str, ...]
-    """More of pretrain_gpt.py's, and MEGATRON_COMPRESSION_...=VALUE."""
+    """More words of the command line, and MEGATRON_COMPRESSION_...=VALUE."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the run."""
-        return dict(word.split("=", 1) for word in self.flags if word.startswith(_VARIABLES))
+        """Environment variables of the run."""
+        return dict(word.split("=", 1) for word in self.flags if word.startswith(VARIABLES))
 
     def words(self, dimension: str) -> list[str]:
-        """The flags of a run of pretrain_gpt.py."""
-        specs = [] if self.specs == ("none",) else [FLAGS[dimension], *self.specs]
-        words = [*specs, *(word for word in self.flags if not word.startswith(_VARIABLES))]
-        tensor = {"--taco", "taco-paper", FLAGS["tensor"]}.intersection(words)
-        if tensor and "--compression-min-mb" not in words:  # every message, however it is asked for
+        """Return the flags for pretrain_gpt.py that compress a dimension in this way."""
+        words = []
+        if self.specs != ("none",):
+            words += [PARALLELISMS[f"{dimension}_parallel"].flag, *self.specs]
+        words += [word for word in self.flags if not word.startswith(VARIABLES)]
+        # Tensor parallelism leaves messages below 8 MiB alone by default. A benchmark compares codecs, so
+        # every message is compressed, however tensor parallelism is asked for.
+        asks_for_tensor = {"--taco", "taco-paper", "--tp-compression"}.intersection(words)
+        if asks_for_tensor and "--compression-min-mb" not in words:
             words += ["--compression-min-mb", "0"]
         return words
 
 
 def parse_setting(text: str) -> BenchSetting:
-    """``int4 int6 --validate-uncompressed`` -> its specs and flags; the run itself refuses what they name.
+    """Read a setting such as ``int4 int6 --validate-uncompressed``. The run itself refuses unknown codecs.
 
-    Raises: ArgumentTypeError: no spec, or more than two.
+    Raises:
+        ArgumentTypeError: no codec, or more than two.
     """
     words = shlex.split(text)
-    count = next(
-        (i for i, word in enumerate(words) if word.startswith(("--", _VARIABLES))), len(words)
-    )
-    if count not in (1, 2):
+    specs = []
+    while words and not words[0].startswith(("--", VARIABLES)):
+        specs.append(words.pop(0))
+    if len(specs) not in (1, 2):
         raise ArgumentTypeError(f"{text!r}: give one codec, or two, and then flags")
-    flags = [
-        part
-        for word in words[count:]
-        for part in word.split("=", 1 if word.startswith("--") else 0)
-    ]
-    return BenchSetting(text, tuple(words[:count]), tuple(flags))
+    flags = []
+    for word in words:
+        if word.startswith("--"):
+            flags += word.split("=", 1)
+        else:
+            flags.append(word)
+    return BenchSetting(text, tuple(specs), tuple(flags))
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file to write, for argparse.
+
+    Raises:
+        ArgumentTypeError: it cannot be written. A benchmark should say so before it runs.
+    """
+    try:
+        open(text, "a").close()
+    except OSError as error:
+        raise ArgumentTypeError(f"can't open {text!r}: {error.strerror}") from None
+    return Path(text)
 
 
 def gpu_count() -> int:
-    """CUDA devices that a run would see, without loading CUDA into this process."""
+    """Return how many CUDA devices a run would see. CUDA is not loaded into this process."""
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return int(
-        subprocess.check_output([sys.executable, "-c", code], text=True, stderr=subprocess.DEVNULL)
-    )
+    command = [sys.executable, "-c", code]
+    return int(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL))
+
+
+class Deadline:
+    """Ends a process when its time is over.
+
+    Args:
+        process: what is ended, by SIGTERM.
+    """
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process = process
+        self._timer: threading.Timer | None = None
+
+    def set(self, seconds: float) -> None:
+        """Give the process so many seconds from now, instead of what it had."""
+        self.cancel()
+        self._timer = threading.Timer(seconds, self._process.terminate)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """Give the process all the time it wants."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has been ended."""
+        return self._timer is not None and not self._timer.is_alive()
 
 
 def torchrun(
@@ -89,75 +142,91 @@ def torchrun(
     rate: str = "",
     **environment: str,
 ) -> None:
-    """Run ranks of a script on this host to their end, each line of output given to ``show``.
-    After ``limit`` seconds the ranks are ended; what ``show`` returns is a new limit from then on.
-    ``rate``: of the link between two nodes of two_nodes.sh, each with half of them.
+    """Run the ranks of a script on this host to their end.
 
-    Raises: RuntimeError: they failed or were ended; has the output's end.
+    Args:
+        ranks: number of processes.
+        script: what they run, relative to the repository.
+        words: its command line.
+        show: called with each line of output. A number that it returns is a new limit from then on.
+        limit: seconds, after which the ranks are ended.
+        rate: of the link between two nodes that two_nodes.sh makes of this host, such as 10gbit. Each node
+            has half of the ranks. Empty: all ranks are on one node.
+        environment: variables to set.
+
+    Raises:
+        RuntimeError: the ranks failed or were ended; the message has the end of their output.
     """
-
-    def started(seconds: float) -> threading.Timer:
-        timer = threading.Timer(seconds, process.terminate)
-        timer.daemon = True
-        timer.start()
-        return timer
-
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-    ]
     if rate:
         command = [str(ROOT / "scripts/two_nodes.sh"), rate]
         environment |= {"RANKS": str(ranks // 2), "PYTHON": sys.executable}
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}"]
     command += [str(ROOT / script), *map(str, words)]
-    shared = {
+    variables = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
+        # One hardware queue keeps the order in which communication and GEMMs were launched.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         **environment,
     }
-    pipes = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "errors": "replace",
-    }
+    # SIGTERM then raises KeyboardInterrupt here, so that the ranks are ended as by Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    end = deque([shlex.join(command) + "\n"], maxlen=100)
-    with subprocess.Popen(command, cwd=ROOT, env=shared, **pipes) as process:
-        timer = started(limit)
+    last_lines = deque([shlex.join(command) + "\n"], maxlen=100)
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        deadline = Deadline(process)
+        deadline.set(limit)
         try:
             for line in process.stdout:
-                end.append(line)
-                if (seconds := show(line)) is not None:
-                    timer.cancel()
-                    timer = started(seconds)
+                last_lines.append(line)
+                new_limit = show(line)
+                if new_limit is not None:
+                    deadline.set(new_limit)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             process.terminate()
             process.communicate()  # no rank stays, and no network namespace
             sys.exit("stopped")
-        how = "failed" if timer.is_alive() else "was ended at its limit"
-        timer.cancel()
+        was_ended = deadline.is_over
+        deadline.cancel()
     if process.returncode:
-        said = [line for line in end if line.startswith("error:")][:1] or end
-        raise RuntimeError(f"the run {how}; its output ends with\n{''.join(said)}")
+        reason = "was ended at its limit" if was_ended else "failed"
+        # A run that refuses its settings says why in one line; else the whole end is shown.
+        errors = [line for line in last_lines if line.startswith("error:")]
+        shown = errors[:1] or last_lines
+        raise RuntimeError(f"the run {reason}; its output ends with\n{''.join(shown)}")
 
 
 def rules_of(args: Namespace, words: list[str]) -> dict:
-    """The policy's rules where ``words`` are our flags, and ``args`` Megatron's."""
+    """Return the rules of the compression policy for some flags of ours.
+
+    Args:
+        args: Megatron's arguments of the run.
+        words: our flags, such as ``--tp-compression int8``.
+    """
     from megatron.compression import flags
 
-    own, _megatrons = flags.add_flags(ArgumentParser()).parse_known_args(words)
-    return flags.resolve(Namespace(**vars(args) | vars(own))).rules(args.train_iters)
+    compression_args, _ = flags.add_flags(ArgumentParser()).parse_known_args(words)
+    merged = Namespace(**vars(args) | vars(compression_args))
+    return flags.resolve(merged).rules(args.train_iters)
 
 
 def train(change: Callable) -> None:
-    """One rank of a run of pretrain_gpt.py; ``change`` is called with Megatron's arguments, what
-    ``compression.enable`` returned, and the model's config, before ``pretrain``."""
+    """Run one rank of pretrain_gpt.py, after a change.
+
+    Args:
+        change: called before ``pretrain`` with Megatron's arguments, what ``compression.enable`` returned,
+            and the model's config.
+    """
     from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
 
@@ -176,11 +245,16 @@ def train(change: Callable) -> None:
     with one_line_errors():
         args = entrypoint.parse_arguments()
         model_config = gpt_config_from_args(args)
-        change(args, setup.enable(args, model_config), model_config)
+        compression = setup.enable(args, model_config)
+        change(args, compression, model_config)
         container = pretrain_cfg_container_from_args(args, model_config)
-        parts = (
-            entrypoint.train_valid_test_datasets,
-            ModelType.encoder_or_decoder,
-            entrypoint.forward_step,
-        )
-        entrypoint.train_to_the_end(lambda: training.pretrain(container, *parts))
+
+        def pretrain() -> None:
+            training.pretrain(
+                container,
+                entrypoint.train_valid_test_datasets,
+                ModelType.encoder_or_decoder,
+                entrypoint.forward_step,
+            )
+
+        entrypoint.train_to_the_end(pretrain)

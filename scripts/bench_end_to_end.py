@@ -1,4 +1,4 @@
-"""Iteration time of a model with and without compression, by link, on one host: any shape, any layout.
+"""Measure the time of an iteration with and without compression, on one host.
 
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
     python scripts/bench_end_to_end.py --shape 1.3b --tensor-parallel 2 --pipeline-parallel 2 \\
@@ -7,28 +7,13 @@
     python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
         --codecs none "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1" tagc
 
-A codec of --codecs is that of the first of these with more than one rank: expert, tensor, context,
-pipeline, data; flags after it name the others' ("taco --dp-compression sdp4bit"). Shapes are whole models,
-but for 1.75b (8 layers of 4096), qwen3-30b-a3b (4 of 48) and thin (one layer of 2048 a stage). Flags that
-are not the script's own go to pretrain_gpt.py, such as --num-layers. Under data and context parallelism
-both of Megatron's overlaps are on and gradients are bf16. MEGATRON_COMPRESSION_NODE_SIZE=n after a setting
-counts n ranks of this host as a node: one is what ethernet stands for. A CAAT-Net is another model: compare
-times, not losses.
+A row is printed, and written to --json, as soon as it is measured; a table follows. Flags that are not this
+script's go to pretrain_gpt.py, such as --num-layers. A CAAT-Net is another model: compare its times, not its
+losses.
 
-A regime is a kind of link, by NCCL's own switches:
-
-    nvlink      as it is
-    pcie        NCCL_P2P_DISABLE=1: through host memory
-    ethernet    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1: TCP
-    10gbit      any rate: TCP between two nodes that two_nodes.sh makes of this host; needs root, ip and tc
-
-Settings that differ in their codecs alone share a run where the dimension allows it, a block of iterations
-each. Both sides of every comparison use as many communicators: the uncompressed collectives are split as
-payloads are, see _split.py. "none --compression auto" decides in a run of its own, and is timed after that.
-
---cuda-graphs full_iteration runs both sides of every comparison in CUDA graphs, "none full_iteration" eager
-too; what comes before a replay is not timed. Per-layer graphs (local) are captured once, so that each setting
-is a run of its own. A row is printed and written to --json when its block ends.
+Settings that differ only in their codecs share a run where that is possible, a block of iterations each.
+Both sides of a comparison use as many communicators: the uncompressed collectives are split as the payloads
+are (_split.py). "none --compression auto" first decides, in a run of its own, and is then timed.
 """
 
 import argparse
@@ -42,345 +27,690 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import _launch
-from _launch import FLAGS, SETTINGS_HELP, BenchSetting, parse_setting, torchrun
+from _launch import (
+    DIMENSIONS,
+    SETTINGS_HELP,
+    BenchSetting,
+    output_file,
+    parse_setting,
+    torchrun,
+)
 
 from megatron.compression.huggingface.models import MODELS, as_arguments, megatron_flags
+from megatron.compression.names import COMMUNICATORS
 from megatron.compression.report.render import table as markdown
 
 MODEL = """--transformer-impl local --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4
     --attention-dropout 0 --hidden-dropout 0 --lr 1e-5 --mock-data --tokenizer-type NullTokenizer --split
     100,0,0 --eval-iters 0 --eval-interval 100000 --no-create-attention-mask-in-dataloader"""
+"""Flags of every run. A shape, and then the user's flags, may replace some."""
+
+WITHOUT_PEER_ACCESS = {"NCCL_P2P_DISABLE": "1"}
 REGIMES: dict[str, dict[str, str]] = {
     "nvlink": {},
-    "pcie": {"NCCL_P2P_DISABLE": "1"},
-    "ethernet": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    "pcie": WITHOUT_PEER_ACCESS,
+    "ethernet": WITHOUT_PEER_ACCESS | {"NCCL_SHM_DISABLE": "1"},
 }
+"""Kinds of links that NCCL's own switches make of one host, with their environment variables."""
+REGIMES_HELP = (
+    "links to measure over. nvlink: the host's GPU links as they are; pcie: through host memory, as between "
+    "cards without peer access; ethernet: over TCP on this host; a rate such as 10gbit or 200mbit: TCP "
+    "between two nodes that two_nodes.sh makes of this host, for which it needs root, ip and tc "
+    "(default: nvlink pcie ethernet)"
+)
+
 WARM_UP = 3
 """Iterations of a block that are not timed; in CUDA graphs the capture follows them."""
-_GRAPHS = [
+WITH_GRAPHS = [
     "--no-check-for-nan-in-loss-and-grad",
     "--cuda-graph-warmup-steps",
     WARM_UP,
     "--cuda-graph-impl",
 ]
-GRAPHS = {"none": [], "full_iteration": [*_GRAPHS, "full_iteration"], "local": [*_GRAPHS, "local"]}
-"""What megatron-core needs for a kind of CUDA graphs."""
+GRAPHS = {
+    "none": [],
+    "full_iteration": [*WITH_GRAPHS, "full_iteration"],
+    "local": [*WITH_GRAPHS, "local"],
+}
+"""Kinds of CUDA graphs, with the flags that megatron-core needs for them."""
+GRAPHS_HELP = (
+    "none: eager; full_iteration: an iteration is one CUDA graph; local: a graph for each layer, captured "
+    "once, so that each setting is a run of its own. Both sides of a comparison use the same kind (default: "
+    "none)"
+)
+
 AUTO = ("--compression", "auto")
-AT_THE_END = 60
-"""Seconds that a run has to end in after its last row."""
-_ORDER, _BLOCK = "BENCH_ORDER", "bench block"
-_GPT = "--num-layers {} --hidden-size {} --num-attention-heads {} --vocab-size 50257 --bf16"
+SECONDS_TO_END = 60
+"""How long a run may take to end after its last row."""
+ORDER = "BENCH_ORDER"
+"""The environment variable that tells the ranks what to do: an ``Order`` in JSON."""
+BLOCK = "bench block"
+"""How a line of the ranks begins that ends a block; the peak memory in JSON follows."""
 
 
-def _qwen(name: str, **changed: str) -> str:
-    """The flags of a model, its vocabulary padded by Megatron: a --vocab-size after the options counts."""
-    flags = megatron_flags(MODELS[name]) | {
-        f"--{flag.replace('_', '-')}": v for flag, v in changed.items()
-    }
+def gpt(layers: int, hidden: int, heads: int) -> str:
+    """Return the flags of a GPT in bf16 with the vocabulary of GPT-2."""
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        "--vocab-size 50257 --bf16"
+    )
+
+
+def qwen(name: str, **changed: str) -> str:
+    """Return the flags of a Qwen model in bf16.
+
+    Megatron pads its vocabulary, so that a --vocab-size on the command line counts.
+    """
+    flags = megatron_flags(MODELS[name])
+    for flag, value in changed.items():
+        flags[f"--{flag.replace('_', '-')}"] = value
     del flags["--padded-vocab-size"]
     return " ".join(as_arguments(flags)) + " --bf16"
 
 
 SHAPES = {
-    "350m": _GPT.format(24, 1024, 16) + " --micro-batch-size 8",
-    "1.3b": _GPT.format(24, 2048, 16),
+    "350m": gpt(24, 1024, 16) + " --micro-batch-size 8",
+    "1.3b": gpt(24, 2048, 16),
     "1.75b": "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16",
-    "2.7b": _GPT.format(32, 2560, 32),
-    "6.7b": _GPT.format(32, 4096, 32),
-    "13b": _GPT.format(40, 5120, 40),
-    "qwen2.5-7b": _qwen("2.5-7b") + " --seq-length 512 --micro-batch-size 8",
-    # Four of 48 layers; the vocabulary is smaller too, since its product is not what is compared.
-    "qwen3-30b-a3b": _qwen(
+    "2.7b": gpt(32, 2560, 32),
+    "6.7b": gpt(32, 4096, 32),
+    "13b": gpt(40, 5120, 40),
+    "qwen2.5-7b": qwen("2.5-7b") + " --seq-length 512 --micro-batch-size 8",
+    # Four of 48 layers. The vocabulary is smaller too, since its product is not what is compared.
+    "qwen3-30b-a3b": qwen(
         "3-30b-a3b", num_layers="4", vocab_size="32000", moe_aux_loss_coeff="0.01"
     )
     + " --moe-token-dispatcher-type alltoall --moe-router-dtype fp32",
+    # {stages}: the pipeline-parallel size.
     "thin": "--num-layers {stages} --hidden-size 2048 --num-attention-heads 16 --vocab-size 8191"
     " --untie-embeddings-and-output-weights --bf16",
 }
-"""Sequences of 2048 in micro-batches of 4 unless a shape says otherwise."""
+"""Models. Sequences are 2048 tokens long, in micro-batches of 4, unless a shape says otherwise."""
+SHAPES_HELP = (
+    "the model. 350m to 13b: whole GPT models, except 1.75b: 8 layers of width 4096; qwen2.5-7b: the whole "
+    "model; qwen3-30b-a3b: 4 of its 48 layers; thin: one layer of width 2048 on each stage (default: 1.75b, "
+    "with --expert-parallel qwen3-30b-a3b)"
+)
 LAYOUT = ("tensor", "context", "pipeline", "data")
-CODECS = {
+"""Dimensions that can be combined. The first one with several ranks is the one that --codecs is for."""
+DEFAULT_SETTINGS = {
     "tensor": ["none", "taco", "int8", "int6", "none"],
     "expert": ["none", "int8", "int6", "none"],
     "context": ["none", "int8", "int6", "none"],
     "pipeline": ["none", "pipeline-6bit", "tah-quant", "int8", "none"],
     "data": ["none", "sdp4bit", "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1"],
 }
+"""What is measured without --codecs, by dimension."""
 
 
-def flags_of(options: Namespace) -> list:
-    """What every run is started with: the model, and how it is spread."""
-    shape = SHAPES[options.shape].format(stages=options.pipeline_parallel).split()
-    flags = [*MODEL.split(), *(word for word in shape if not (options.fp32 and word == "--bf16"))]
-    sizes = [flags[place + 1] for place, word in enumerate(flags) if word == "--micro-batch-size"]
-    micro = options.micro_batch_size or int(sizes[-1])  # the last one wins
-    flags += ["--micro-batch-size", micro]
-    if options.expert_parallel:
-        flags += ["--expert-model-parallel-size", options.expert_parallel]
-        return [*flags, "--global-batch-size", 16, "--grad-reduce-in-bf16"]
-    tensor, context, pipeline, data = (getattr(options, f"{name}_parallel") for name in LAYOUT)
-    flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
-    flags += ["--context-parallel-size", context] if context > 1 else []
-    flags += ["--global-batch-size", micro * data * (options.micro_batches or 4 * pipeline)]
-    flags += ["--sequence-parallel"] if options.sequence_parallel else []
-    if data * context > 1:
-        flags += ["--use-distributed-optimizer"]
-        flags += [] if options.no_overlap else ["--overlap-grad-reduce", "--overlap-param-gather"]
-        flags += [] if options.fp32_gradients else ["--grad-reduce-in-bf16"]
-    return flags
+# The command line ---------------------------------------------------------------------------------------
 
 
-def parse(words: list[str] | None = None) -> Namespace:
-    """The command line; ``extra`` is not the script's, ``flags`` a run's, ``traffic`` the table's."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags that are this script's own."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    what = f"settings, one after the other: {SETTINGS_HELP}"
-    add("--codecs", dest="settings", nargs="+", type=parse_setting, help=what)
-    add("--regimes", nargs="+", default=list(REGIMES))
-    add(
+    compared = parser.add_argument_group("what is compared")
+    compared.add_argument(
+        "--codecs",
+        dest="settings",
+        nargs="+",
+        type=parse_setting,
+        metavar="SETTING",
+        help="settings, measured one after the other, for the first of expert, tensor, context, pipeline and "
+        "data that has several ranks. The others' codecs follow as flags "
+        f'("taco --dp-compression sdp4bit"). A setting is {SETTINGS_HELP}, or '
+        "MEGATRON_COMPRESSION_NODE_SIZE=N, which counts N ranks of this host as a node (1: as if all links "
+        "were ethernet). The table compares with the first setting (default: by dimension)",
+    )
+    compared.add_argument("--regimes", nargs="+", default=list(REGIMES), help=REGIMES_HELP)
+    compared.add_argument(
+        "--cuda-graphs", nargs="+", choices=GRAPHS, default=["none"], help=GRAPHS_HELP
+    )
+    compared.add_argument(
         "--communicators",
         type=int,
         default=1,
-        help="over which each message is sent, compressed or not",
+        help="NCCL communicators that each message is split over, compressed or not (default: 1)",
+    )
+
+    model = parser.add_argument_group("model and layout")
+    add = model.add_argument
+    add("--shape", choices=SHAPES, help=SHAPES_HELP)
+    add("--tensor-parallel", type=int, help="ranks (default: 4, beside others 1)")
+    add("--context-parallel", type=int, default=1, help="ranks")
+    add("--pipeline-parallel", type=int, default=1, help="ranks")
+    add("--data-parallel", type=int, default=1, help="ranks")
+    add("--expert-parallel", type=int, default=0, help="ranks among which experts are spread")
+    add("--sequence-parallel", action="store_true", help="beside tensor parallelism")
+    add("--micro-batch-size", type=int, help="sequences of a micro-batch (default: the shape's)")
+    add(
+        "--micro-batches",
+        type=int,
+        default=0,
+        help="micro-batches of an iteration on a data-parallel rank (default: 4 for each stage)",
+    )
+    add("--fp32", action="store_true", help="train in fp32: messages are twice as large")
+    add(
+        "--fp32-gradients",
+        action="store_true",
+        help="reduce gradients in fp32, as Megatron does by default (default here: bf16)",
     )
     add(
+        "--no-overlap",
+        action="store_true",
+        help="without --overlap-grad-reduce and --overlap-param-gather, which are on by default under data "
+        "and context parallelism",
+    )
+
+    output = parser.add_argument_group("length and output")
+    output.add_argument(
         "--iterations",
         type=int,
         default=13,
-        help=f"of a block; {WARM_UP} are not timed, 4 in graphs",
+        help=f"iterations of a block, of which {WARM_UP} are not timed, in graphs {WARM_UP + 1} (default: 13)",
     )
-    add("--cuda-graphs", nargs="+", choices=GRAPHS, default=["none"], help="none is eager")
-    add("--json", type=argparse.FileType("a"), help="write the rows here")
-    add("--limit", type=float, default=300, help="seconds for a row, its run's start included")
-    add("--shape", choices=SHAPES, help="default: 1.75b, with --expert-parallel qwen3-30b-a3b")
-    add("--tensor-parallel", dest="ranks", type=int)
-    add("--context-parallel", type=int, default=1)
-    add("--pipeline-parallel", type=int, default=1)
-    add("--data-parallel", type=int, default=1)
-    add("--expert-parallel", type=int, default=0, help="ranks between which experts are spread")
-    add("--sequence-parallel", action="store_true")
-    add(
-        "--micro-batches", type=int, default=0, help="of an iteration and rank (default: 4 a stage)"
+    output.add_argument(
+        "--limit",
+        type=float,
+        default=300,
+        help="seconds for a row, with the start of its run; a run that takes longer is ended (default: 300)",
     )
-    add("--micro-batch-size", type=int, help="sequences (default: the shape's)")
-    add("--no-overlap", action="store_true", help="data parallelism without Megatron's overlaps")
-    add("--fp32", action="store_true", help="an fp32 model: messages twice as large")
-    add("--fp32-gradients", action="store_true", help="Megatron's default under data parallelism")
+    output.add_argument("--json", type=output_file, help="file for the rows")
+    return parser
+
+
+def parse(words: list[str] | None = None) -> Namespace:
+    """Return the command line, completed.
+
+    Besides the flags it has ``extra`` (words for pretrain_gpt.py), ``dimension`` (the one that --codecs is
+    for), ``ranks`` (of all dimensions together), ``flags`` (of every run), and ``traffic`` (the classes of
+    traffic in the table).
+    """
+    parser = build_parser()
     options, options.extra = parser.parse_known_args(words)
-    options.shape = options.shape or ("qwen3-30b-a3b" if options.expert_parallel else "1.75b")
-    alone = options.context_parallel * options.pipeline_parallel * options.data_parallel == 1
-    options.tensor_parallel = options.ranks or (4 if alone and not options.expert_parallel else 1)
-    sizes = {name: getattr(options, f"{name}_parallel") for name in LAYOUT}
-    if options.expert_parallel:
-        if max(sizes.values()) > 1:
-            parser.error(
-                "--expert-parallel: experts are measured alone; drop the other --...-parallel"
-            )
-        sizes = {"expert": options.expert_parallel}
-    if (options.shape == "qwen3-30b-a3b") != bool(options.expert_parallel):
-        parser.error(
-            f"--shape {options.shape}: --expert-parallel and qwen3-30b-a3b go together alone"
-        )
-    idle = ["micro_batches"] * bool(options.expert_parallel)
-    idle += ["sequence_parallel"] * (options.tensor_parallel == 1)
-    idle += ["no_overlap", "fp32_gradients"] * (
-        options.data_parallel * options.context_parallel == 1
-    )
-    for name in idle:
-        if getattr(options, name):
-            parser.error(f"--{name.replace('_', '-')} has no effect in this layout; leave it out")
-    spread = [name for name, size in sizes.items() if size > 1] or ["tensor"]
-    options.dimension, options.ranks = spread[0], math.prod(sizes.values())
-    if options.iterations <= (least := max(map(untimed, options.cuda_graphs))):
-        parser.error(
-            f"--iterations {options.iterations}: give more than {least}, which are not timed"
-        )
-    if spread == ["pipeline"] and options.communicators > 1:
+    if options.shape is None:
+        options.shape = "qwen3-30b-a3b" if options.expert_parallel else "1.75b"
+    if options.tensor_parallel is None:
+        options.tensor_parallel = default_tensor_parallel(options)
+    problem = conflict(options)
+    if problem:
+        parser.error(problem)
+    sizes = sizes_of(options)
+    options.ranks = math.prod(sizes.values())
+    used = [dimension for dimension, size in sizes.items() if size > 1] or ["tensor"]
+    options.dimension = used[0]
+    if used == ["pipeline"] and options.communicators > 1:
         parser.error("--communicators: point-to-point messages have one; leave it out")
-    for one in options.regimes:
-        if one not in REGIMES and (
-            options.ranks % 2 or not re.fullmatch("[1-9][0-9]*[mg]bit", one)
-        ):
+    for regime in options.regimes:
+        if not is_regime(regime, options.ranks):
             parser.error(
-                f"--regimes {one}: give {', '.join(REGIMES)} or, for even ranks, a rate as 10gbit"
+                f"--regimes {regime}: give {', '.join(REGIMES)} or, for an even number of ranks, a rate "
+                "such as 10gbit"
             )
-    options.settings = options.settings or [parse_setting(text) for text in CODECS[spread[0]]]
-    traffic = [
-        f"{one[0]}p.{way}" for one in spread if one != "data" for way in ("forward", "backward")
-    ]
-    given = " ".join([*options.extra, *(setting.text for setting in options.settings)])
-    outer = ["dp.outer"] * ("--num-distributed-optimizer-instances" in given)
-    traffic += ["dp.gradient", "dp.weight", *outer] if {"data", "context"} & {*spread} else []
-    options.traffic, options.flags = tuple(traffic), flags_of(options)
+    if options.settings is None:
+        options.settings = [parse_setting(text) for text in DEFAULT_SETTINGS[options.dimension]]
+    options.traffic = traffic_of(options, used)
+    options.flags = flags_of(options)
     return options
 
 
+def default_tensor_parallel(options: Namespace) -> int:
+    """Return 4 where nothing else is parallel, else 1."""
+    others = options.context_parallel * options.pipeline_parallel * options.data_parallel
+    if others > 1 or options.expert_parallel:
+        return 1
+    return 4
+
+
+def sizes_of(options: Namespace) -> dict[str, int]:
+    """Return the ranks of each dimension; experts are measured alone."""
+    if options.expert_parallel:
+        return {"expert": options.expert_parallel}
+    return {dimension: getattr(options, f"{dimension}_parallel") for dimension in LAYOUT}
+
+
+def conflict(options: Namespace) -> str | None:
+    """Return what is wrong with a command line, or None."""
+    others = [getattr(options, f"{dimension}_parallel") for dimension in LAYOUT]
+    if options.expert_parallel and max(others) > 1:
+        return "--expert-parallel: experts are measured alone; drop the other --...-parallel"
+    has_experts = options.shape == "qwen3-30b-a3b"
+    if has_experts != bool(options.expert_parallel):
+        return f"--shape {options.shape}: --expert-parallel and qwen3-30b-a3b only go together"
+    # Flags that would do nothing are refused: their user expects something of them.
+    useless = []
+    if options.expert_parallel and options.micro_batches:
+        useless.append("--micro-batches")
+    if options.tensor_parallel == 1 and options.sequence_parallel:
+        useless.append("--sequence-parallel")
+    if options.data_parallel * options.context_parallel == 1:
+        if options.no_overlap:
+            useless.append("--no-overlap")
+        if options.fp32_gradients:
+            useless.append("--fp32-gradients")
+    if useless:
+        return f"{useless[0]} has no effect in this layout; leave it out"
+    shortest = max(untimed(graphs) for graphs in options.cuda_graphs)
+    if options.iterations <= shortest:
+        return f"--iterations {options.iterations}: give more than {shortest}, which are not timed"
+    return None
+
+
+def is_regime(regime: str, ranks: int) -> bool:
+    """Return whether a value of --regimes can be measured with so many ranks."""
+    if regime in REGIMES:
+        return True
+    # Two nodes with half of the ranks each.
+    return ranks % 2 == 0 and re.fullmatch("[1-9][0-9]*[mg]bit", regime) is not None
+
+
+def traffic_of(options: Namespace, used: list[str]) -> tuple[str, ...]:
+    """Return the ledger's classes of traffic that the table shows.
+
+    Args:
+        options: the command line.
+        used: the dimensions with several ranks.
+    """
+    traffic = []
+    for dimension in used:
+        if dimension != "data":
+            traffic += [f"{dimension[0]}p.forward", f"{dimension[0]}p.backward"]
+    # Context-parallel ranks reduce gradients together with the data-parallel ones.
+    if "data" in used or "context" in used:
+        traffic += ["dp.gradient", "dp.weight"]
+        typed = [*options.extra, *(setting.text for setting in options.settings)]
+        if "--num-distributed-optimizer-instances" in " ".join(typed):
+            traffic.append("dp.outer")
+    return tuple(traffic)
+
+
+def flags_of(options: Namespace) -> list:
+    """Return what every run is started with: the model, and how it is spread over the ranks."""
+    flags = MODEL.split()
+    flags += SHAPES[options.shape].format(stages=options.pipeline_parallel).split()
+    if options.fp32:
+        flags.remove("--bf16")
+    micro_batch_size = options.micro_batch_size
+    if micro_batch_size is None:
+        # The model's flags have one, a shape may have another behind it; the last one counts.
+        last = len(flags) - 1 - flags[::-1].index("--micro-batch-size")
+        micro_batch_size = int(flags[last + 1])
+    flags += ["--micro-batch-size", micro_batch_size]
+    if options.expert_parallel:
+        flags += ["--expert-model-parallel-size", options.expert_parallel]
+        flags += ["--global-batch-size", 16, "--grad-reduce-in-bf16"]
+        return flags
+    flags += ["--tensor-model-parallel-size", options.tensor_parallel]
+    flags += ["--pipeline-model-parallel-size", options.pipeline_parallel]
+    if options.context_parallel > 1:
+        flags += ["--context-parallel-size", options.context_parallel]
+    micro_batches = options.micro_batches or 4 * options.pipeline_parallel
+    flags += ["--global-batch-size", micro_batch_size * options.data_parallel * micro_batches]
+    if options.sequence_parallel:
+        flags.append("--sequence-parallel")
+    if options.data_parallel * options.context_parallel > 1:
+        flags.append("--use-distributed-optimizer")
+        if not options.no_overlap:
+            flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
+        if not options.fp32_gradients:
+            flags.append("--grad-reduce-in-bf16")
+    return flags
+
+
 def untimed(graphs: str) -> int:
-    """Iterations of a block before those that are timed."""
-    return WARM_UP + (graphs != "none")
+    """Return how many iterations of a block come before those that are timed."""
+    if graphs == "none":
+        return WARM_UP
+    return WARM_UP + 1  # the capture
+
+
+# Measuring ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting, measured over one regime with one kind of graphs."""
+
+    shape: str
+    communicators: int
+    ranks: int
+    regime: str
+    graphs: str
+    codec: str
+    """The setting as it was typed."""
+    auto: bool
+    """Whether --compression auto chose the codecs."""
+    payloads: str
+    """How payloads travelled, from the log; uncompressed runs have none."""
+    flags: str
+    """The command line of a run of this setting alone."""
+    peak_memory: dict[str, float]
+    """Bytes by kind, the largest of any rank."""
+    milliseconds: float
+    """Median of the timed iterations."""
+    least: float
+    most: float
+    megabytes: dict[str, float]
+    """What a rank sends in an iteration, by class of traffic."""
+    iterations: int
+    """How many were timed."""
+    last_loss: float
+
+    @property
+    def cells(self) -> list[str]:
+        """The first columns of the table."""
+        memory = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in self.peak_memory.items())
+        times = f"{self.milliseconds:.1f} ({self.least:.1f} - {self.most:.1f})"
+        return [self.regime, self.graphs, self.codec, self.payloads, memory, times]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ranks of a run are told to do."""
+
+    settings: list[list[str]]
+    """Flags of each block."""
+    before: int
+    """Iterations before the first block: --compression auto checks its choice in them."""
+    iterations: int
+    """Iterations of a block."""
+    communicators: int
+
+    def to_json(self) -> str:
+        """Return the order as the value of an environment variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environment(cls) -> "Order":
+        """Return the order that this rank was given."""
+        return cls(**json.loads(os.environ[ORDER]))
 
 
 def run(options: Namespace) -> None:
-    """Run every regime and print the table; exit status 1 where a row is missing."""
-    rows: list[dict] = []
+    """Measure every regime and print its table. The exit status is 1 where a row is missing."""
+    rows: list[Row] = []
 
-    def keep(row: dict) -> None:
+    def keep(row: Row) -> None:
         rows.append(row)
-        print(*_cells(row), sep=" | ", flush=True)
+        print(*row.cells, sep=" | ", flush=True)
         if options.json:
-            Path(options.json.name).write_text(json.dumps(rows, indent=1) + "\n")
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
     for regime in options.regimes:
         for graphs in options.cuda_graphs:
-            waiting = launches(options.dimension, options.settings, graphs)
-            while waiting:
-                together = waiting.pop(0)
-                made = _run(options, regime, graphs, together, keep)
-                sure = made > 0 or len(together) == 1  # which one failed; else each runs by itself
-                waiting[:0] = [[one] for one in together[made + sure :]]
-        mine = [row for row in rows if row["regime"] == regime]
-        print(f"\n{table(mine, options.traffic, options.settings[0].text)}", flush=True)
+            measure(options, regime, graphs, keep)
+        rows_here = [row for row in rows if row.regime == regime]
+        print(f"\n{table(rows_here, options.traffic, options.settings[0].text)}", flush=True)
     if len(rows) < len(options.regimes) * len(options.cuda_graphs) * len(options.settings):
         sys.exit(1)
 
 
-def launches(dimension: str, settings: list[BenchSetting], graphs: str) -> list[list[BenchSetting]]:
-    """Neighbours that differ in their codecs alone; gradients and weights keep theirs for a whole run, and
-    per-layer graphs what they have captured."""
+def measure(options: Namespace, regime: str, graphs: str, keep: Callable[[Row], None]) -> None:
+    """Measure all settings over one regime with one kind of graphs. A setting that fails costs its row only.
+
+    Args:
+        options: the command line.
+        regime: one of --regimes.
+        graphs: one of --cuda-graphs.
+        keep: called with each row as soon as it is measured.
+    """
+    batches = batches_of(options.dimension, options.settings, graphs)
+    while batches:
+        batch = batches.pop(0)
+        finished = BatchRun(options, regime, graphs, batch, keep).run()
+        # Settings after the one that failed run again, each by itself. If none finished, the failure may
+        # be of the batch, such as an unknown codec anywhere in it: then all of them run again.
+        culprit_is_known = finished > 0 or len(batch) == 1
+        retry_from = finished + 1 if culprit_is_known else 0
+        batches = [[setting] for setting in batch[retry_from:]] + batches
+
+
+def batches_of(
+    dimension: str, settings: list[BenchSetting], graphs: str
+) -> list[list[BenchSetting]]:
+    """Return the settings, grouped by run: neighbours that differ only in their codecs share one.
+
+    Args:
+        dimension: the dimension whose codecs change.
+        settings: in the order of the command line.
+        graphs: the kind of CUDA graphs.
+    """
+    # Gradients and weights keep their codec for a whole run, and per-layer graphs what they have captured.
     if dimension == "data" or graphs == "local":
         return [[setting] for setting in settings]
-    return [list(together) for _, together in groupby(settings, lambda setting: setting.flags)]
+    return [list(batch) for _, batch in groupby(settings, lambda setting: setting.flags)]
 
 
-def _run(
-    options: Namespace, regime: str, graphs: str, settings: list[BenchSetting], keep: Callable
-) -> int:
-    """Start a run, keep a row for each block that ends; how many did."""
-    # One that is lossless first: whether its training steps may be repeated is decided when the run starts.
-    first = max(settings, key=lambda one: ("lossless" in one.text, one.specs != ("none",)))
-    flags = [*options.flags, *GRAPHS[graphs]]
-    if graphs == "full_iteration" and "--overlap-param-gather" in flags:
-        flags.remove("--overlap-param-gather")  # compressed weights are gathered outside the graph
-    words, auto = _words(options, first, flags), first.flags[: len(AUTO)] == AUTO
-    before = checked_in(options, graphs) if auto else 0
-    words += ["--train-iters", before + options.iterations * len(settings), "--log-interval", 1]
-    order = {"settings": [one.words(options.dimension) for one in settings], "before": before}
-    order |= {key: getattr(options, key) for key in ("iterations", "communicators", "dimension")}
-    made, payloads = 0, ""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report")
-
-        def show(line: str) -> float | None:
-            nonlocal made, payloads
-            if (found := re.search("payloads travel (.*)", line)) and found[1] not in payloads:
-                payloads += f"; {found[1]}" if payloads else found[1]
-            if auto and line.startswith(("compression auto:", " | ", " |--")):
-                print(line, end="")
-            if (found := re.search(f"{_BLOCK} (.*)", line)) is None:
-                return None
-            history = [
-                json.loads(one) for one in (report / "history.jsonl").read_text().splitlines()
-            ]
-            begin = before + made * options.iterations
-            lines = history[begin + untimed(graphs) : begin + options.iterations]
-            setting = settings[made]
-            row = {key: getattr(options, key) for key in ("shape", "communicators", "ranks")}
-            row |= {"regime": regime, "graphs": graphs, "codec": setting.text}
-            row |= {"auto": auto, "payloads": payloads}
-            row |= {"flags": shlex.join(map(str, _words(options, setting, flags)))}
-            keep(row | summary(lines, options.traffic) | {"peak_memory": json.loads(found[1])})
-            made += 1
-            return AT_THE_END if made == len(settings) else options.limit
-
-        environment = {**REGIMES.get(regime, {}), _ORDER: json.dumps(order), **first.environment}
-        rate = "" if regime in REGIMES else regime
-        environment["MEGATRON_COMPRESSION_COMMUNICATORS"] = str(options.communicators)
-        words += ["--compression-report", report]
-        try:
-            torchrun(options.ranks, __file__, words, show, options.limit, rate, **environment)
-        except RuntimeError as error:
-            where = (
-                "; ".join(one.text for one in settings[made : made + 1 if made else None])
-                or "at the end"
-            )
-            print(
-                f"error: {regime}, graphs {graphs}, {where}: {error}", file=sys.stderr, flush=True
-            )
-    return made
+def iterations_of_check(options: Namespace, graphs: str) -> int:
+    """Return the most iterations that --compression auto takes to check its choice."""
+    # Four iterations, then rounds. A round measures a block uncompressed, and one for each dimension.
+    rounds = 1
+    block = 4 + untimed(graphs)
+    if graphs == "none":
+        rounds = 2
+        block = 4
+    sizes = [getattr(options, f"{dimension}_parallel") for dimension in DIMENSIONS]
+    dimensions = sum(size > 1 for size in sizes)
+    return 4 + rounds * block * (1 + dimensions)
 
 
-def checked_in(options: Namespace, graphs: str) -> int:
-    """Iterations in which --compression auto checks its choice at most, and those before them."""
-    rounds, block = (2, 4) if graphs == "none" else (1, 4 + untimed(graphs))
-    return 4 + rounds * block * (
-        1 + sum(getattr(options, f"{name}_parallel") > 1 for name in FLAGS)
-    )
+def words_of(options: Namespace, setting: BenchSetting, flags: list) -> list:
+    """Return the command line of a run of one setting alone.
 
-
-def _words(options: Namespace, setting: BenchSetting, flags: list[str]) -> list:
-    """What a run of this setting alone is started with."""
+    Args:
+        options: the command line of this script.
+        setting: the setting.
+        flags: of every run.
+    """
     return [*flags, *setting.words(options.dimension), *options.extra]
 
 
-def summary(lines: list[dict], traffic: tuple[str, ...]) -> dict:
-    """Of the history's rows of a block: times and the bytes of its last iteration."""
-    times = [line["milliseconds_per_iteration"] for line in lines]
-    row = {"milliseconds": statistics.median(times), "least": min(times), "most": max(times)}
+class BatchRun:
+    """One run of pretrain_gpt.py that measures a batch of settings, a block of iterations each.
+
+    Args:
+        options: the command line.
+        regime: the links.
+        graphs: the kind of CUDA graphs.
+        batch: settings that differ only in their codecs.
+        keep: called with the row of each block that ends.
+    """
+
+    def __init__(
+        self,
+        options: Namespace,
+        regime: str,
+        graphs: str,
+        batch: list[BenchSetting],
+        keep: Callable[[Row], None],
+    ) -> None:
+        self.options = options
+        self.regime = regime
+        self.graphs = graphs
+        self.batch = batch
+        self.keep = keep
+        self.finished = 0
+        """Blocks that have ended."""
+        self.payloads: list[str] = []
+        """How payloads travel, from the log."""
+        self.flags = [*options.flags, *GRAPHS[graphs]]
+        if graphs == "full_iteration" and "--overlap-param-gather" in self.flags:
+            # Compressed weights are gathered outside of the graph.
+            self.flags.remove("--overlap-param-gather")
+        # The run is started with one of its settings, and changes to each block's. A lossless codec comes
+        # first: whether training steps may be repeated is decided when the run starts.
+        self.first = max(
+            batch, key=lambda setting: ("lossless" in setting.text, setting.specs != ("none",))
+        )
+        self.is_auto = self.first.flags[: len(AUTO)] == AUTO
+        self.before = iterations_of_check(options, graphs) if self.is_auto else 0
+
+    def run(self) -> int:
+        """Run the ranks and return how many settings were measured. An error is printed."""
+        options = self.options
+        with tempfile.TemporaryDirectory() as folder:
+            self.report = Path(folder, "report")
+            iterations = self.before + options.iterations * len(self.batch)
+            words = words_of(options, self.first, self.flags)
+            words += ["--train-iters", iterations, "--log-interval", 1]
+            words += ["--compression-report", self.report]
+            order = Order(
+                settings=[setting.words(options.dimension) for setting in self.batch],
+                before=self.before,
+                iterations=options.iterations,
+                communicators=options.communicators,
+            )
+            environment = {
+                **REGIMES.get(self.regime, {}),
+                **self.first.environment,
+                ORDER: order.to_json(),
+                COMMUNICATORS: str(options.communicators),
+            }
+            rate = "" if self.regime in REGIMES else self.regime
+            try:
+                torchrun(
+                    options.ranks, __file__, words, self._read, options.limit, rate, **environment
+                )
+            except RuntimeError as error:
+                where = f"{self.regime}, graphs {self.graphs}, {self._unfinished()}"
+                print(f"error: {where}: {error}", file=sys.stderr, flush=True)
+        return self.finished
+
+    def _unfinished(self) -> str:
+        """Return the settings that may have failed, for an error."""
+        if self.finished == len(self.batch):
+            return "at the end"
+        if self.finished == 0:
+            return "; ".join(setting.text for setting in self.batch)
+        return self.batch[self.finished].text
+
+    def _read(self, line: str) -> float | None:
+        """Read a line of the run's output. Returns a new limit in seconds where a block has ended."""
+        match = re.search("payloads travel (.*)", line)
+        if match and match[1] not in self.payloads:
+            self.payloads.append(match[1])
+        if self.is_auto and line.startswith(("compression auto:", " | ", " |--")):
+            print(line, end="")
+        match = re.search(f"{BLOCK} (.*)", line)
+        if match is None:
+            return None
+        self.keep(self._row(json.loads(match[1])))
+        self.finished += 1
+        if self.finished == len(self.batch):
+            return SECONDS_TO_END
+        return self.options.limit
+
+    def _row(self, peak_memory: dict[str, float]) -> Row:
+        """Return the row of the block that has just ended."""
+        options = self.options
+        setting = self.batch[self.finished]
+        lines = (self.report / "history.jsonl").read_text().splitlines()
+        first = self.before + self.finished * options.iterations
+        timed = lines[first + untimed(self.graphs) : first + options.iterations]
+        return Row(
+            shape=options.shape,
+            communicators=options.communicators,
+            ranks=options.ranks,
+            regime=self.regime,
+            graphs=self.graphs,
+            codec=setting.text,
+            auto=self.is_auto,
+            payloads="; ".join(self.payloads),
+            flags=shlex.join(map(str, words_of(options, setting, self.flags))),
+            peak_memory=peak_memory,
+            **summary([json.loads(line) for line in timed], options.traffic),
+        )
+
+
+def summary(history: list[dict], traffic: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of ``Row`` that come from the report's history of a block.
+
+    Args:
+        history: an object for each timed iteration.
+        traffic: the classes whose bytes are wanted; those of the last iteration count.
+    """
+    times = [iteration["milliseconds_per_iteration"] for iteration in history]
+    last = history[-1]
+    megabytes = {}
     for name in traffic:
-        kinds = lines[-1]["bytes_per_iteration"].get(name, {})
-        row[f"{name} MB"] = sum(pair["sent"] for pair in kinds.values()) / 1e6
-    return row | {"iterations": len(times), "last_loss": next(iter(lines[-1]["losses"].values()))}
+        tallies = last["bytes_per_iteration"].get(name, {}).values()
+        megabytes[name] = sum(tally["sent"] for tally in tallies) / 1e6
+    return {
+        "milliseconds": statistics.median(times),
+        "least": min(times),
+        "most": max(times),
+        "megabytes": megabytes,
+        "iterations": len(times),
+        "last_loss": next(iter(last["losses"].values())),
+    }
 
 
-def _cells(row: dict) -> list[str]:
-    memory = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in row["peak_memory"].items())
-    times = f"{row['milliseconds']:.1f} ({row['least']:.1f} - {row['most']:.1f})"
-    return [row["regime"], row["graphs"], row["codec"], row["payloads"], memory, times]
+def table(rows: list[Row], traffic: tuple[str, ...], baseline: str) -> str:
+    """Return a markdown table.
 
-
-def table(rows: list[dict], traffic: tuple[str, ...], first: str) -> str:
-    """Markdown; speed-ups against the ``first`` setting in each regime and kind of graphs, of medians and of
-    the extremes; none where that failed."""
-    columns = ["regime", "graphs", "codec", "payloads travel", "peak GB", "ms (least - most)"]
-    lines = [[*columns, "speed-up (range)", *(f"{name} MB" for name in traffic), "loss"]]
+    Args:
+        rows: what was measured.
+        traffic: classes of traffic, a column each.
+        baseline: the setting that speed-ups are against, with the same regime and graphs. Where it has no
+            row, there is no speed-up. The range compares the extremes of both.
+    """
+    if not rows:
+        return "No rows."
+    header = ["regime", "graphs", "codec", "payloads travel", "peak GB", "ms (least - most)"]
+    header += ["speed-up (range)", *(f"{name} MB" for name in traffic), "loss"]
+    lines = [header]
     for row in rows:
-        cells = [*_cells(row), "-"]
-        same = {"codec": first, "regime": row["regime"], "graphs": row["graphs"]}
-        if base := next((one for one in rows if same.items() <= one.items()), None):
-            speed_up = base["milliseconds"] / row["milliseconds"]
-            least, most = base["least"] / row["most"], base["most"] / row["least"]
-            cells[-1] = f"{speed_up:.2f} ({least:.2f} - {most:.2f})"
-        cells += [f"{row[f'{name} MB']:.1f}" for name in traffic]
-        lines.append([*cells, f"{row['last_loss']:.4f}"])
+        speed_up = "-"
+        for base in rows:
+            if (base.codec, base.regime, base.graphs) == (baseline, row.regime, row.graphs):
+                median = base.milliseconds / row.milliseconds
+                low = base.least / row.most
+                high = base.most / row.least
+                speed_up = f"{median:.2f} ({low:.2f} - {high:.2f})"
+                break
+        megabytes = [f"{row.megabytes[name]:.1f}" for name in traffic]
+        lines.append([*row.cells, speed_up, *megabytes, f"{row.last_loss:.4f}"])
     text = "\n".join(markdown(*lines))
-    return (
-        f"{text}\nCommunicators of every message: {rows[0]['communicators']}."
-        if rows
-        else "No rows."
-    )
+    return f"{text}\nCommunicators of every message: {rows[0].communicators}."
+
+
+# The ranks ----------------------------------------------------------------------------------------------
 
 
 class BlockRules(dict):
-    """The policy's rules, those of the block that the iteration is in."""
+    """The policy's rules: those of the block that the current iteration is in.
 
-    def __init__(self, launched: dict, blocks: list[dict], length: int, iteration) -> None:
+    Args:
+        launched: the rules that the run was started with.
+        blocks: the rules of each block.
+        length: iterations of a block.
+        iteration: returns the current iteration.
+    """
+
+    def __init__(
+        self, launched: dict, blocks: list[dict], length: int, iteration: Callable[[], int]
+    ) -> None:
         super().__init__(launched)
-        self.blocks, self.length, self.iteration = blocks, length, iteration
+        self.blocks = blocks
+        self.length = length
+        self.iteration = iteration
 
     def get(self, traffic: str, default=None):
-        """The rule of a traffic class now."""
+        """Return the rule that a class of traffic has now."""
         block = min(self.iteration() // self.length, len(self.blocks) - 1)
         return self.blocks[block].get(traffic, default)
 
 
 def end_block() -> None:
-    """Print the block's peak memory over all ranks, and begin the next one: without a captured graph."""
+    """Print the block's peak memory over all ranks, and begin the next block without a captured graph."""
     import torch
     import torch.distributed as dist
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -389,64 +719,71 @@ def end_block() -> None:
     from megatron.compression.auto.plan import largest
     from megatron.compression.report.reporter import peak_memory
 
-    own = peak_memory()
-    peak = dict(zip(own, largest(*own.values()), strict=True))
-    if dist.get_rank() == dist.get_world_size() - 1:  # which has written the history
-        print(_BLOCK, json.dumps(peak), flush=True)
+    of_this_rank = peak_memory()
+    of_all_ranks = dict(zip(of_this_rank, largest(*of_this_rank.values()), strict=True))
+    if dist.get_rank() == dist.get_world_size() - 1:  # this rank has written the history
+        print(BLOCK, json.dumps(of_all_ranks), flush=True)
     if torch.cuda.is_available():
         graphs.reset(FullCudaGraphWrapper(None))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
+def split_uncompressed(communicators: int) -> None:
+    """Split uncompressed messages over as many communicators as payloads have."""
+    import _split
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    groups = [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    ]
+    # Two of them may have the same ranks.
+    distinct = {}
+    for group in groups:
+        if group.size() > 1:
+            distinct[tuple(dist.get_process_group_ranks(group))] = group
+    _split.split_over(distinct.values(), communicators)
+
+
 def worker() -> None:
-    """One rank of a run."""
-    order = json.loads(os.environ[_ORDER])
+    """Run one rank."""
+    order = Order.from_environment()
 
-    def change(args, compression, model_config) -> None:
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        compression.run.policy.meter.interval = 0  # what it encodes would be timed too
+    def change(args: Namespace, compression: Any, model_config: Any) -> None:
+        policy = compression.run.policy
+        policy.meter.interval = 0  # the error meter encodes messages too, which would be timed
         after_iteration = compression.on_training_log
 
         def on_training_log(iteration: int, log_interval: int) -> None:
             after_iteration(iteration, log_interval)
-            if (
-                iteration > order["before"]
-                and (iteration - order["before"]) % order["iterations"] == 0
-            ):
+            measured = iteration - order.before
+            if measured > 0 and measured % order.iterations == 0:
                 end_block()
 
         compression.on_training_log = on_training_log
-        if len(order["settings"]) > 1:
-            blocks = [_launch.rules_of(args, words) for words in order["settings"]]
-            policy = compression.run.policy
-            policy.rules = BlockRules(policy.rules, blocks, order["iterations"], policy.iteration)
-        if order["communicators"] > 1:
+        if len(order.settings) > 1:
+            blocks = [_launch.rules_of(args, words) for words in order.settings]
+            policy.rules = BlockRules(policy.rules, blocks, order.iterations, policy.iteration)
+        if order.communicators > 1:
             import _split
 
             def before_building(chunks: list) -> list:
-                tensor = parallel_state.get_tensor_model_parallel_group()
-                data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-                context = parallel_state.get_context_parallel_group()
-                groups = tensor, data, context, parallel_state.get_expert_model_parallel_group()
-                groups = {
-                    tuple(dist.get_process_group_ranks(one)): one
-                    for one in groups
-                    if one.size() > 1
-                }
-                _split.split_over(groups.values(), order["communicators"])
+                split_uncompressed(order.communicators)
                 return chunks
 
             _split.install()
-            model_config.pre_wrap_hooks.insert(0, before_building)  # before auto times anything
+            # First of the hooks: --compression auto times messages in a later one.
+            model_config.pre_wrap_hooks.insert(0, before_building)
 
     _launch.train(change)
 
 
 if __name__ == "__main__":
-    if _ORDER in os.environ:
+    if ORDER in os.environ:
         worker()
     else:
-        run(parse(sys.argv[1:]))
+        run(parse())

@@ -27,7 +27,15 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 from _corpus import SPLITS, prepare
-from _launch import FLAGS, ROOT, SETTINGS_HELP, BenchSetting, gpu_count, parse_setting, torchrun
+from _launch import (
+    DIMENSIONS,
+    ROOT,
+    SETTINGS_HELP,
+    BenchSetting,
+    gpu_count,
+    parse_setting,
+    torchrun,
+)
 
 from megatron.compression.config import CompressionConfig
 from megatron.compression.dimension import naming_flags
@@ -72,7 +80,7 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group(required=True)
-    for dimension in FLAGS:
+    for dimension in DIMENSIONS:
         which.add_argument(f"--{dimension}-parallel", type=int, metavar="RANKS")
     what = f"settings, the first compared with: {SETTINGS_HELP}"
     add("--codecs", dest="settings", nargs="+", required=True, type=parse_setting, help=what)
@@ -87,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     add("--time-limit", type=float, default=math.inf, help=limit)
     options, options.extra = parser.parse_known_args()
     options.dimension = next(
-        name for name in FLAGS if getattr(options, f"{name}_parallel") is not None
+        name for name in DIMENSIONS if getattr(options, f"{name}_parallel") is not None
     )
     options.ranks = getattr(options, f"{options.dimension}_parallel")
     config = getattr(CompressionConfig(), f"{options.dimension}_parallel")

@@ -1,7 +1,8 @@
-"""scripts/bench_end_to_end.py: settings, which of them share a run, the table."""
+"""scripts/bench_end_to_end.py: settings, which of them share a run, what a failure costs, the table."""
 
 import json
 import sys
+from pathlib import Path
 
 import _launch
 import bench_end_to_end as bench
@@ -10,44 +11,83 @@ import pytest
 from megatron.compression.auto import plan
 
 
-def test_auto_is_timed_behind_its_check():
-    """As many iterations as the check has turns."""
+def checked(dimensions: list[str], *untimed: int) -> int:
+    """The last iteration of the check that --compression auto makes of these dimensions."""
+    check = plan.Check(dimensions, 0, lambda: 0, print, *untimed)
+    return 1 + plan.WARM_UP + check.iterations
+
+
+def test_auto_is_timed_behind_its_check() -> None:
     options = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
-    found = plan.Check(["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print)
-    assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + found.iterations
-    found = plan.Check(
-        ["tensor_parallel", "pipeline_parallel"], 0, lambda: 0, print, bench.WARM_UP + 1
-    )
-    assert bench.checked_in(options, "full_iteration") == 1 + plan.WARM_UP + found.iterations
+    dimensions = ["tensor_parallel", "pipeline_parallel"]
+    assert bench.iterations_of_check(options, "none") == checked(dimensions)
+
+
+def test_auto_in_graphs_is_timed_behind_its_longer_check() -> None:
+    """A block of the check then has a warm-up and a capture, too."""
+    options = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
+    dimensions = ["tensor_parallel", "pipeline_parallel"]
+    expected = checked(dimensions, bench.WARM_UP + 1)
+    assert bench.iterations_of_check(options, "full_iteration") == expected
+
+
+def test_auto_of_data_parallelism_is_timed_behind_its_check() -> None:
     options = bench.parse(["--data-parallel", "2"])
-    assert bench.checked_in(options, "none") == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
+    assert bench.iterations_of_check(options, "none") == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
 
 
-def test_ranges_and_speed_ups_of_the_table():
-    def line(milliseconds: float) -> dict:
-        kinds = {"compressed": {"sent": 1e6, "plain": 4e6}, "exact": {"sent": 5e5, "plain": 5e5}}
-        row = {"milliseconds_per_iteration": milliseconds, "losses": {"lm loss": 5.0}}
-        return row | {"bytes_per_iteration": {"tp.forward": kinds}}
+TRAFFIC = ("tp.forward", "tp.backward")
 
-    traffic = ("tp.forward", "tp.backward")
-    rows = [
-        {"regime": "pcie", "graphs": graphs, "communicators": 2, "codec": codec}
-        | {"payloads": "over NCCL", "peak_memory": {"device_used": 12.3e9}}
-        | bench.summary(list(map(line, times)), traffic)
-        for graphs, codec, times in (
-            ("none", "none", (40.0, 44.0, 48.0)),
-            ("full_iteration", "none", (20.0, 22.0, 24.0)),
-            ("full_iteration", "int6", (10.0, 11.0, 12.0)),
-        )
+
+def measured(codec: str, times: tuple[float, ...], graphs: str = "full_iteration") -> bench.Row:
+    """A row of made-up iterations, each of which sends 1.5 MB forward and nothing backward."""
+    kinds = {"compressed": {"sent": 1e6, "plain": 4e6}, "exact": {"sent": 5e5, "plain": 5e5}}
+    history = [
+        {
+            "milliseconds_per_iteration": time,
+            "losses": {"lm loss": 5.0},
+            "bytes_per_iteration": {"tp.forward": kinds},
+        }
+        for time in times
     ]
-    text = bench.table(rows, traffic, "none")
-    row = "| pcie | full_iteration | {} | over NCCL | device_used 12.30 | {} | 1.5 | 0.0 | 5.0000 |"
-    assert row.format("none", "22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20)") in text
-    assert row.format("int6", "11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40)") in text
+    return bench.Row(
+        shape="1.75b",
+        communicators=2,
+        ranks=2,
+        regime="pcie",
+        graphs=graphs,
+        codec=codec,
+        auto=False,
+        payloads="over NCCL",
+        flags="",
+        peak_memory={"device_used": 12.3e9},
+        **bench.summary(history, TRAFFIC),
+    )
+
+
+EAGER = measured("none", (40.0, 44.0, 48.0), graphs="none")
+NONE = measured("none", (20.0, 22.0, 24.0))
+INT6 = measured("int6", (10.0, 11.0, 12.0))
+CELLS = "| pcie | full_iteration | {} | over NCCL | device_used 12.30 | {} | 1.5 | 0.0 | 5.0000 |"
+
+
+def test_the_table_compares_with_the_same_kind_of_graphs() -> None:
+    text = bench.table([EAGER, NONE, INT6], TRAFFIC, "none")
+    assert CELLS.format("none", "22.0 (20.0 - 24.0) | 1.00 (0.83 - 1.20)") in text
+    assert CELLS.format("int6", "11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40)") in text
     assert text.endswith("Communicators of every message: 2.")
-    assert "| 11.0 (10.0 - 12.0) | - |" in bench.table(rows[2:], traffic, "none")
 
 
+def test_the_table_has_no_speed_up_without_the_baseline() -> None:
+    text = bench.table([INT6], TRAFFIC, "none")
+    assert CELLS.format("int6", "11.0 (10.0 - 12.0) | -") in text
+
+
+def test_the_table_of_nothing() -> None:
+    assert bench.table([], TRAFFIC, "none") == "No rows."
+
+
+# Stands for torch.distributed.run and its ranks. int9 is refused at the start; a block of int6 hangs.
 RUN = """
 import json, os, pathlib, sys, time
 if "int9" in os.environ["BENCH_ORDER"]:
@@ -68,70 +108,130 @@ for block in range(blocks):
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [("int6", "was ended at its limit"), ("int9", "failed; its output ends with\nerror")],
 )
-def test_a_setting_that_fails_costs_one_row(bad, said, tmp_path, monkeypatch, capsys) -> None:
-    """Its rows before stay, its later settings run again by themselves; in graphs, eager, local."""
+def test_a_setting_that_fails_costs_one_row(
+    bad: str, message: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """The rows before it stay, and the settings after it run again by themselves."""
     (tmp_path / "run.py").write_text(RUN)
-    python = tmp_path / "python"  # in the place of torch.distributed.run and what it starts
+    python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift 5\nexec {sys.executable} {tmp_path / "run.py"} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(_launch.sys, "executable", str(python))
-    words = f"--tensor-parallel 2 --regimes pcie --codecs none {bad} int8 --limit 1 --iterations 6 --cuda-graphs"
+    words = ["--tensor-parallel", "2", "--regimes", "pcie", "--cuda-graphs", "full_iteration"]
+    words += ["--codecs", "none", bad, "int8", "--limit", "1", "--iterations", "6"]
+    words += ["--json", str(tmp_path / "rows.json")]
     with pytest.raises(SystemExit):
-        bench.run(
-            bench.parse([*words.split(), "full_iteration", "--json", str(tmp_path / "rows.json")])
-        )
+        bench.run(bench.parse(words))
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [(row["codec"], row["graphs"], row["iterations"]) for row in rows] == [
-        (codec, "full_iteration", 2) for codec in ("none", "int8")
-    ]
-    assert "--cuda-graph-impl full_iteration" in rows[0]["flags"]
-    assert rows[0]["payloads"] == "over stand-ins" and rows[0]["peak_memory"] == {"allocated": 1e9}
-    row = "pcie | full_iteration | int8 | over stand-ins | allocated 1.00 | 5.0 (5.0 - 5.0)\n"
+    assert [row["codec"] for row in rows] == ["none", "int8"]
+    for row in rows:
+        assert row["graphs"] == "full_iteration"
+        assert row["iterations"] == 2, "of six, four of which come before the first replay"
+        assert "--cuda-graph-impl full_iteration" in row["flags"]
+        assert row["payloads"] == "over stand-ins"
+        assert row["peak_memory"] == {"allocated": 1e9}
     shown = capsys.readouterr()
-    assert row in shown.out and f"{bad}: the run {said}" in shown.err
+    row = "pcie | full_iteration | int8 | over stand-ins | allocated 1.00 | 5.0 (5.0 - 5.0)\n"
+    assert row in shown.out
+    assert f"{bad}: the run {message}" in shown.err
 
 
-def test_what_is_captured_once_has_a_run_of_its_own() -> None:
+@pytest.mark.parametrize(("graphs", "runs"), [("none", 1), ("full_iteration", 1), ("local", 2)])
+def test_what_is_captured_once_has_a_run_of_its_own(graphs: str, runs: int) -> None:
     settings = [_launch.parse_setting(text) for text in ("none", "int8")]
-    counts = [len(bench.launches("tensor", settings, graphs)) for graphs in bench.GRAPHS]
-    assert counts == [1, 1, 2]
+    assert len(bench.batches_of("tensor", settings, graphs)) == runs
 
 
-def test_variables_of_a_setting_are_the_runs() -> None:
-    nodes = _launch.parse_setting("sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1")
-    assert nodes.environment == {"MEGATRON_COMPRESSION_NODE_SIZE": "1"}
-    assert nodes.words("data") == ["--dp-compression", "sdp4bit"]
-    auto = _launch.parse_setting("none --compression=auto")
-    assert auto.flags == bench.AUTO and auto.words("pipeline") == ["--compression", "auto"]
+def test_codecs_of_gradients_have_a_run_of_their_own() -> None:
+    settings = [_launch.parse_setting(text) for text in ("none", "sdp4bit")]
+    assert len(bench.batches_of("data", settings, "none")) == 2
+
+
+def test_variables_of_a_setting_are_those_of_its_run() -> None:
+    setting = _launch.parse_setting("sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1")
+    assert setting.environment == {"MEGATRON_COMPRESSION_NODE_SIZE": "1"}
+    assert setting.words("data") == ["--dp-compression", "sdp4bit"]
+
+
+def test_a_flag_of_a_setting_may_have_its_value_behind_an_equals_sign() -> None:
+    setting = _launch.parse_setting("none --compression=auto")
+    assert setting.flags == bench.AUTO
+    assert setting.words("pipeline") == ["--compression", "auto"]
+
+
+def test_every_tensor_parallel_message_is_compressed() -> None:
+    assert _launch.parse_setting("int8").words("tensor") == [
+        *("--tp-compression", "int8", "--compression-min-mb", "0")
+    ]
+
+
+def test_a_setting_may_name_the_smallest_message_itself() -> None:
+    setting = _launch.parse_setting("int8 --compression-min-mb 8")
+    assert setting.words("tensor") == ["--tp-compression", "int8", "--compression-min-mb", "8"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--json /none/rows.json", "can't open '/none/rows.json'"),
         ("--fp32-gradients", "--fp32-gradients has no effect"),
+        ("--no-overlap", "--no-overlap has no effect"),
+        ("--tensor-parallel 1 --sequence-parallel", "--sequence-parallel has no effect"),
+        ("--expert-parallel 2 --micro-batches 4", "--micro-batches has no effect"),
+        ("--expert-parallel 2 --data-parallel 2", "experts are measured alone"),
         ("--regimes 0mbit", "--regimes 0mbit: give"),
-        ("--shape 1.3b --expert-parallel 2", "go together"),
+        ("--tensor-parallel 3 --regimes 10gbit", "--regimes 10gbit: give"),
+        ("--shape 1.3b --expert-parallel 2", "only go together"),
+        ("--shape qwen3-30b-a3b", "only go together"),
+        ("--iterations 3", "--iterations 3: give more than 3"),
+        ("--iterations 4 --cuda-graphs local", "--iterations 4: give more than 4"),
+        ("--pipeline-parallel 2 --communicators 2", "point-to-point messages have one"),
+        ("--codecs", "expected at least one argument"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_run(words, said, capsys) -> None:
+def test_what_cannot_be_is_refused_before_a_run(words: str, message: str, capsys) -> None:
     with pytest.raises(SystemExit):
         bench.parse(words.split())
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_what_is_given_is_what_runs() -> None:
+def test_three_codecs_are_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(["--codecs", "int8 int8 int8"])
+    assert "give one codec, or two, and then flags" in capsys.readouterr().err
+
+
+def test_a_micro_batch_size_on_the_command_line_replaces_the_shapes() -> None:
     flags = bench.parse(["--expert-parallel", "2", "--micro-batch-size", "8"]).flags
-    assert flags[len(flags) - flags[::-1].index("--micro-batch-size")] == 8
+    last = len(flags) - 1 - flags[::-1].index("--micro-batch-size")
+    assert flags[last + 1] == 8
 
 
-SITES = "--num-distributed-optimizer-instances"
+def test_without_one_the_micro_batch_size_is_the_shapes() -> None:
+    flags = bench.parse(["--shape", "350m", "--tensor-parallel", "2"]).flags
+    last = len(flags) - 1 - flags[::-1].index("--micro-batch-size")
+    assert flags[last + 1] == 8
+    assert flags[flags.index("--global-batch-size") + 1] == 32, "four micro-batches"
 
 
-@pytest.mark.parametrize("sites", [[SITES, "2"], [f"{SITES}=2"], ["--codecs", f"int8 {SITES} 2"]])
-def test_what_sites_send_is_in_the_table(sites: list[str]) -> None:
+DATA_CENTRES = "--num-distributed-optimizer-instances"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[DATA_CENTRES, "2"], [f"{DATA_CENTRES}=2"], ["--codecs", f"int8 {DATA_CENTRES} 2"]],
+)
+def test_what_data_centres_send_each_other_is_in_the_table(words: list[str]) -> None:
     alone = bench.parse(["--data-parallel", "2"]).traffic
-    assert bench.parse(["--data-parallel", "2", *sites]).traffic == (*alone, "dp.outer")
+    assert bench.parse(["--data-parallel", "2", *words]).traffic == (*alone, "dp.outer")
+
+
+def test_help_is_printed(capsys) -> None:
+    """A percent sign or a brace in a help text would raise."""
+    with pytest.raises(SystemExit) as ended:
+        bench.parse(["--help"])
+    assert ended.value.code == 0
+    assert "what is compared" in capsys.readouterr().out
