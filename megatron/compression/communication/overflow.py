@@ -1,18 +1,31 @@
-"""What is sent where the values of a lossless payload did not fit: the values as they are.
+"""Lossless payloads whose values do not fit: the protocol by which ranks find out, and what is sent instead.
 
-Three states of a run, the same on every rank:
+A payload has a size that is agreed beforehand, since the receiver allocates it: what trained tensors need,
+with some room. Whether a message fits depends on its values. The encoder sets a flag on the device where one
+does not; such a payload decodes to zeros. All ranks have to know, and the host must not wait for the device in
+each message. So there is one protocol, in three steps:
 
-- ``NOTED``, in a training pass that can be repeated (repetition.py): flags are kept on the device and read
-  once at the pass's end; a pass with an overflow is repeated, lossless codecs off.
-- ``OFF``, in that repeated pass and in CUDA graphs: the policy decides for no lossless codec.
-- ``ASKED``, elsewhere (evaluation, loops of one's own): before payloads are sent the ranks reduce the flag
-  and the host reads it. Where it cannot, between pipeline stages and in a capture, lossless is off.
+    note      the flag stays on the device                                           ``Flags.note``
+    ask       the ranks reduce their flags, and the host reads the answer            ``Flags.ask``
+    repeat    what did not fit is sent once more, or elsewhere, as it is
+
+Four kinds of traffic differ in when they ask, and in what is repeated:
+
+    traffic                        flags are asked about            what is repeated
+    messages of a training pass    at the pass's end, once          the pass (repetition.py), lossless off
+    messages elsewhere             before each is sent              the message, as ``AsIs`` encodes it
+    updated weights                at each optimizer step           the gather, by Megatron itself
+    FSDP2's weights                after a change, before a gather  the module's gathers, by torch itself
+
+The session chooses between the first two by the state of its run's ``Overflow``, which is the same on every
+rank. ``repetition.py`` sets it where Megatron's loop can repeat a pass.
 """
 
 import enum
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,11 +38,55 @@ if TYPE_CHECKING:  # transports hold the overflow state of their run
 
 
 class State(enum.Enum):
-    """See above."""
+    """How the messages of a run that are sent by sites find out whether they fit."""
 
     ASKED = enum.auto()
+    """Before a payload is sent the ranks reduce its flag and the host reads it: in evaluation, and in loops of
+    one's own. Where the host cannot wait, between pipeline stages and in a capture, lossless is off."""
     NOTED = enum.auto()
+    """In a pass that can be repeated: flags are kept on the device and read once, at the pass's end."""
     OFF = enum.auto()
+    """In a pass that is repeated, and in CUDA graphs: the policy decides for no lossless codec."""
+
+
+class Flags:
+    """Overflow flags of payloads, kept on the device until the ranks ask for them.
+
+    flags.note(bucket, codec.overflow_flag(payload))             any number of times
+    overflowed = flags.ask(transport.any_ranks)                  {bucket: whether any rank's did}
+    """
+
+    def __init__(self) -> None:
+        self._flags: dict[Hashable, torch.Tensor] = {}
+
+    def note(self, key: Hashable, flag: torch.Tensor) -> None:
+        """Remember a flag.
+
+        Args:
+            key: what the payload belongs to; flags of one key are joined by or.
+            flag: uint8 ``[]`` on the device, not 0 where the payload did not fit.
+        """
+        noted = self._flags.get(key)
+        # A copy: an encoder may use the flag's memory again.
+        self._flags[key] = flag.clone() if noted is None else noted.bitwise_or_(flag)
+
+    def take(self) -> dict[Hashable, torch.Tensor]:
+        """Return the flags by key, and forget them."""
+        flags, self._flags = self._flags, {}
+        return flags
+
+    def ask(self, any_ranks: Callable[[torch.Tensor], list[bool]]) -> dict[Hashable, bool]:
+        """Return by key whether any rank has noted an overflow, and forget the flags.
+
+        Collective: all ranks have noted the same keys in the same order. The host waits for the device, once.
+
+        Args:
+            any_ranks: reduces uint8 ``[n]`` over the ranks, as ``TorchTransport.any_ranks``.
+        """
+        flags = self.take()
+        if not flags:
+            return {}
+        return dict(zip(flags, any_ranks(torch.stack(list(flags.values()))), strict=True))
 
 
 class Overflow:
@@ -37,34 +94,39 @@ class Overflow:
 
     def __init__(self) -> None:
         self.state = State.ASKED
-        self._flags: dict[Any, torch.Tensor] = {}  # uint8 by stream
+        self._flags = Flags()
 
     def begin(self) -> None:
-        """From here on flags are noted."""
-        self.state, self._flags = State.NOTED, {}
+        """Begin a pass: from here on flags are noted."""
+        self.state = State.NOTED
+        self._flags = Flags()
 
     def note(self, codec: Codec, payloads: torch.Tensor) -> None:
         """Remember on the device whether payloads that one call has encoded overflowed."""
-        flag = codec.overflow_flag(payloads)
+        # By stream: two streams do not write one flag.
         stream = torch.cuda.current_stream() if payloads.is_cuda else None
-        noted = self._flags.get(stream)
-        self._flags[stream] = flag.clone() if noted is None else noted.bitwise_or_(flag)
+        self._flags.note(stream, codec.overflow_flag(payloads))
 
     def end(self) -> bool:
-        """Whether any rank has noted an overflow since ``begin``; the state is ``ASKED`` from here on.
-        Collective over all ranks of the job; synchronises with the device."""
+        """End a pass: return whether any rank has noted an overflow since ``begin``.
+
+        The state is ``ASKED`` from here on. Collective over all ranks of the job; the host waits.
+        """
         self.state = State.ASKED
-        found = torch.zeros(1, dtype=torch.int32, device=torch.cuda.current_device())
-        for flag in self._flags.values():
-            found += flag
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
+        # One number: ranks differ in their streams, and a pipeline stage may have noted nothing.
+        overflowed = torch.zeros(1, dtype=torch.int32, device=torch.cuda.current_device())
+        for flag in self._flags.take().values():
+            overflowed += flag
+        dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
+        return bool(overflowed)
 
     def turns_off(self, traffic: str, capturing: bool) -> bool:
         """Return whether lossless codecs of a traffic class are off.
 
-        ``capturing``: a CUDA graph is being captured, in which the host cannot read a flag. Updated weights
-        are sent outside passes, so they are asked about at each optimizer step (data_parallel/weights.py).
+        Args:
+            traffic: one of ``ledger.TRAFFIC``. Updated weights are sent outside passes and have flags of their
+                own, at each optimizer step (data_parallel/weights.py).
+            capturing: a CUDA graph is being captured, in which the host cannot read a flag.
         """
         if self.state is State.ASKED:
             return capturing or traffic.startswith("pp.")
@@ -104,8 +166,18 @@ def sum_and_encode(
     into: Codec,
     transport: "TorchTransport",
 ) -> tuple[Codec, torch.Tensor]:
-    """``encode`` of the sum over S of uint8 ``[S, rows, bytes]``, by ``into``; a lossless one rounds it to
-    the ``dtype`` of what was encoded."""
+    """Sum payloads and encode the sum, as ``encode`` does.
+
+    Args:
+        codec: has encoded the payloads.
+        payloads: uint8 ``[S, rows, bytes]``, summed over S in fp32.
+        shape: of one row's values.
+        dtype: of what was encoded; a lossless ``into`` encodes the sum rounded to it.
+        into: encodes the sum.
+        transport: as in ``encode``.
+
+    Returns: as ``encode``.
+    """
     if not into.lossless:
         return into, codec.decode_sum_encode(payloads, shape, into)
     return encode(into, codec.decode_sum(payloads, shape, dtype), transport)
@@ -113,7 +185,7 @@ def sum_and_encode(
 
 @dataclass(frozen=True)
 class AsIs(Codec):
-    """The bytes of values of ``dtype``."""
+    """Values of one dtype as they are: each payload is their bytes."""
 
     dtype: torch.dtype
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.overflow import Flags
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.work import Work
@@ -117,15 +118,19 @@ def copy_masters(optimizer) -> bool:
 
 
 def _leave_out_overflows(updated: list[BucketWeights]) -> None:
-    """Where the payload of any bucket of a topology overflowed on any rank, leave all its lossless ones to
-    Megatron, uncompressed. Synchronises with the device, once a topology."""
-    asked = [(weights, flag) for weights in updated if (flag := weights.overflow_flag) is not None]
-    for topology in dict.fromkeys(weights.topology for weights, _ in asked):
-        together = [(weights, flag) for weights, flag in asked if weights.topology == topology]
-        flag = torch.stack([flag for _, flag in together]).amax()
-        if topology.transport(together[0][0].ledger, "dp.weight").any_rank(flag):
-            for weights, _ in together:
-                weights.pending, weights.uncompressed_kind = None, "overflow"
+    """Leave lossless buckets that overflow on any rank to Megatron, uncompressed, and all others of their
+    topology. The host waits for the device once a topology."""
+    lossless = [weights for weights in updated if weights.overflow_flag is not None]
+    for topology in dict.fromkeys(weights.topology for weights in lossless):
+        buckets = [weights for weights in lossless if weights.topology == topology]
+        flags = Flags()
+        for weights in buckets:
+            flags.note(topology, weights.overflow_flag)
+        transport = topology.transport(buckets[0].ledger, "dp.weight")
+        if flags.ask(transport.any_ranks)[topology]:
+            for weights in buckets:
+                weights.pending = None
+                weights.uncompressed_kind = "overflow"
 
 
 def replicated_parts(
