@@ -32,10 +32,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
-from megatron.compression import CompressionConfig, attach  # noqa: E402
-from megatron.compression.data_parallel.config import DataParallelConfig  # noqa: E402
-from megatron.compression.pipeline_parallel.config import PipelineParallelConfig  # noqa: E402
-from megatron.compression.tensor_parallel.config import TensorParallelConfig  # noqa: E402
+from megatron.compression import (  # noqa: E402
+    CompressionConfig,
+    DataParallelConfig,
+    PipelineParallelConfig,
+    TensorParallelConfig,
+    attach,
+)
 
 VOCABULARY = 96
 SEQUENCE = 32  # tokens

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.compression.caat_net.config import CaatNetConfig
     from megatron.compression.codecs import (
         Codec,
         parse_codec,
@@ -25,18 +26,29 @@ if TYPE_CHECKING:
     from megatron.compression.communication.ledger import Ledger
     from megatron.compression.compression import Compression, attach
     from megatron.compression.config import CompressionConfig
+    from megatron.compression.context_parallel.config import ContextParallelConfig
     from megatron.compression.data_parallel.compressor import (
         GradientBucket,
         GradientCompressor,
         GradientSync,
     )
+    from megatron.compression.data_parallel.config import DataParallelConfig
     from megatron.compression.errors import CompressionConfigError
+    from megatron.compression.expert_parallel.config import ExpertParallelConfig
+    from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
     from megatron.compression.setup import add_arguments, enable
+    from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
 _PLACES = {
     "setup": ("add_arguments", "enable"),
     "compression": ("Compression", "attach"),
     "config": ("CompressionConfig",),
+    "tensor_parallel.config": ("TensorParallelConfig",),
+    "pipeline_parallel.config": ("PipelineParallelConfig",),
+    "context_parallel.config": ("ContextParallelConfig",),
+    "expert_parallel.config": ("ExpertParallelConfig",),
+    "data_parallel.config": ("DataParallelConfig",),
+    "caat_net.config": ("CaatNetConfig",),
     "errors": ("CompressionConfigError",),
     "codecs": ("Codec", "parse_codec", "register_codec", "register_gradient_compressor"),
     "communication": ("TorchTransport", "Work", "all_gather", "all_reduce", "reduce_scatter"),

@@ -316,6 +316,7 @@ UNUSED = "given, but nothing uses it; add --tp-compression"
         ("--taco --tp-compression int6", {}, "drop one of the two"),
         ("--taco --tp-compression none", {}, "--taco is --tp-compression taco, not none"),
         ("--taco group=48", {}, "^--taco: taco:group=48: group=48 is not"),
+        ("--taco fp8-e4m3", {}, "^--taco: taco: .*; did you mean format=fp8-e4m3?"),
         # what would silently do nothing
         ("--validate-uncompressed --dp-compression sdp4bit", {}, UNUSED),
         ("--compression-error-bound 0.1 --pp-compression int8", {}, UNUSED),

@@ -79,14 +79,19 @@ class Registry:
         if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
             raise CompressionConfigError(f"{text}: {cls.__qualname__} must be a frozen dataclass")
         values = {}
+        open_settings = settings_of(cls, fixed)
         for part in filter(None, settings.split(",")):
             key, equals, value = part.partition("=")
-            open_settings = settings_of(cls, fixed)
-            if key not in open_settings or not equals:
-                choice = ", ".join(open_settings) or "none"
-                wrong = f"{key} needs a value" if key in open_settings else f"no setting {key!r}"
-                raise CompressionConfigError(f"{name}: {wrong}; choose among {choice}")
-            values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
+            if key in open_settings and equals:
+                values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
+                continue
+            choice = ", ".join(open_settings) or "none"
+            if key in open_settings:
+                raise CompressionConfigError(f"{name}: {key} needs a value, as in {key}=VALUE")
+            hint = ""
+            if not equals and (meant := _settings_with(part, cls, fixed)):
+                hint = f"; did you mean {' or '.join(meant)}?"
+            raise CompressionConfigError(f"{name}: no setting {key!r}; choose among {choice}{hint}")
         try:
             return cls(**fixed, **values)
         except (ValueError, TypeError, ArithmeticError) as error:
@@ -170,10 +175,26 @@ def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dat
     return {field.name: field for field in fields}
 
 
+def _settings_with(value: str, cls: type, fixed: dict[str, Any]) -> list[str]:
+    """The settings that a value without a name could be of: ``format=int8`` for ``int8``."""
+    fitting = []
+    for name, field in settings_of(cls, fixed).items():
+        try:
+            cls(**fixed, **{name: _value(name, field.type, value)})
+        except (ValueError, TypeError, ArithmeticError):
+            continue
+        fitting.append(f"{name}={value}")
+    return fitting
+
+
 def _text(value: Any) -> str:
+    """A setting's value as specs have it; ``_value`` makes the same value of it again."""
     if isinstance(value, bool) or value is None:
         return {True: "on", False: "off", None: "auto"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        short = f"{value:g}"  # six digits; a longer number would be another codec's
+        return short if float(short) == value else repr(value)
+    return str(value)
 
 
 def _value(where: str, kind: Any, text: str) -> Any:
