@@ -221,7 +221,9 @@ class DimensionConfig(ABC):
         """How many ranks exchange something in this dimension, by Megatron's arguments."""
 
     @abstractmethod
-    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
+    def rules(
+        self, start_iteration: int | None, train_iters: int | None = None
+    ) -> Mapping[str, Rule]:
         """The policy's rules by traffic class.
 
         Args:
@@ -296,7 +298,9 @@ class SentOnce(ActivationConfig):
             "uncompressed" if backward is None else backward.name,
         )
 
-    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
+    def rules(
+        self, start_iteration: int | None, train_iters: int | None = None
+    ) -> dict[str, Rule[Codec | None]]:
         start = start_iteration or 0
         traffic = self.parallelism.traffic
         return {

@@ -84,7 +84,9 @@ def test_names_parse_back(spec: str, canonical: str) -> None:
     assert parse_codec(codec.name) == codec
 
 
-@pytest.mark.parametrize("registry", [CODECS, GRADIENT_COMPRESSORS], ids=lambda registry: registry.what)
+@pytest.mark.parametrize(
+    "registry", [CODECS, GRADIENT_COMPRESSORS], ids=lambda registry: registry.what
+)
 def test_a_long_number_in_a_name_parses_back(registry: Registry) -> None:
     """Every setting that is a number with a point, at values of up to 17 digits."""
     tried = 0

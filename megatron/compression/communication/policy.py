@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import KINDS, Ledger
@@ -50,11 +50,11 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What the settings say of one traffic class, such as tp.forward."""
+class Rule[Encoder]:
+    """What the settings say of one traffic class. ``Encoder`` is what encodes its messages: ``Codec | None``,
+    and ``GradientCompressor | None`` for dp.gradient; None is off."""
 
-    codec: Any
-    """A ``Codec``, or the ``GradientCompressor`` of dp.gradient; None: off."""
+    codec: Encoder
     min_bytes: int = 0
     """Smaller messages (uncompressed bytes of the whole tensor) go uncompressed."""
     layers: frozenset[int | str] | None = None
@@ -75,9 +75,9 @@ class Rule:
     @cached_property
     def compressed(self) -> Decision:
         """That ``codec`` encodes a message; made once."""
-        return Decision(self.codec, "compressed")
+        return Decision(cast("Codec | None", self.codec), "compressed")
 
-    def codec_at(self, site: str, layer: int | str | None) -> Any:
+    def codec_at(self, site: str, layer: int | str | None) -> "Encoder | Codec | None":
         """The codec of a site; None: it goes uncompressed."""
         for choice in self.choices:
             if choice.names(site, layer):
@@ -156,6 +156,6 @@ class Policy:
         return rule.compressed if codec is rule.codec else Decision(codec, "compressed")
 
 
-_OFF = Rule(None)
+_OFF: Rule[None] = Rule(None)
 _UNCOMPRESSED = {reason: Decision(None, reason) for reason in KINDS}
 """Made once: a message of a layer asks twice."""

@@ -176,7 +176,9 @@ class TensorParallelConfig(ActivationConfig):
         """All codecs that some site uses."""
         return [codec for rule in self.rules(0).values() for codec in rule.codecs]
 
-    def rules(self, start_iteration: int | None, train_iters: int | None = None) -> dict[str, Rule]:
+    def rules(
+        self, start_iteration: int | None, train_iters: int | None = None
+    ) -> dict[str, Rule[Codec | None]]:
         layers = parse_layers(self.layers)
         rules = {}
         for traffic, (codec, choices) in (
