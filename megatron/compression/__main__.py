@@ -7,17 +7,25 @@ import os
 import runpy
 import sys
 
+from megatron.compression.errors import InputError, one_line_errors
+
+USAGE = "usage: torchrun ... -m megatron.compression SCRIPT [its flags and ours]"
+
+
+def script_of(arguments: list[str]) -> str:
+    """The script that the command line names. Raises: InputError: none, or a file that is not there."""
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"no script is named; {USAGE}")
+    if not os.path.isfile(arguments[0]):
+        raise InputError(f"{arguments[0]}: no such file; {USAGE}")
+    return arguments[0]
+
 
 def main() -> None:
     """Give the script our flags, and its ``pretrain`` our hooks; then run it as it is."""
-    script = sys.argv[1] if sys.argv[1:] else "-"
-    if not os.path.isfile(script):
-        what = "" if script.startswith("-") else f"error: {script}: no such file; "
-        usage = "usage: torchrun ... -m megatron.compression SCRIPT [its flags and ours]"
-        print(what + usage, file=sys.stderr)
-        raise SystemExit(2)
+    with one_line_errors():
+        script = script_of(sys.argv[1:])
     from megatron.compression import startup
-    from megatron.compression.errors import one_line_errors
 
     startup.prepare()  # before megatron.training is imported
 

@@ -27,16 +27,26 @@ __all__ = [
     "spelled",
 ]
 
-PEER_GRACE_SECONDS = 10.0  # how long another rank waits for rank 0 to say the same thing
+PEER_GRACE_SECONDS = 10.0
+"""How long a rank waits before it ends with a line that another rank has, or is the reason of."""
 
-# gloo has one type for everything: a peer that is gone, and one that does not answer.
 _LOST = "lost the connection to another rank: it died or was stopped; its own log says why"
+_SLOW = (
+    "another rank did not answer within --distributed-timeout-minutes: it hangs, or is that slow"
+)
 _LOST_PEER = {
+    # gloo's, which has one type for everything
     "Connection closed by peer": _LOST,
     "Connection reset by peer": _LOST,
-    "Timed out waiting": "another rank did not answer within --distributed-timeout-minutes: it hangs, or is "
-    "that slow",
+    "Broken pipe": _LOST,
+    "Timed out waiting": _SLOW,
+    # NCCL's
+    "remote process exited or there was a network error": _LOST,
+    # those of the store, which rank 0 keeps
+    "failed to recv, got 0 bytes": _LOST,
+    "Did the remote server shutdown or crash": _LOST,
 }
+"""Part of a ``RuntimeError``'s text -> the line."""
 
 Explanation = Callable[[BaseException, Namespace | None], str | None]
 
@@ -164,40 +174,71 @@ def require_extra(module: str, extra: str, needed_by: str) -> None:
         raise InputError(f"{needed_by} needs {module}: pip install -e '.[{extra}]'")
 
 
-def fail(message: str) -> None:
-    """Print `error: message` and end this process with status 2, without a trace. Every rank usually finds
-    the same problem, so the others wait for rank 0, after which the launcher kills them; one that is still
-    alive found something rank 0 did not see. torchrun prints the line last, from the file that it names for
-    this."""
+def fail(message: str) -> NoReturn:
+    """Print ``error: message`` and end this process with status 2, without a trace.
+
+    Every rank usually has the same problem, so the others wait for rank 0, after which the launcher kills
+    them; one that is still alive found something that rank 0 did not see.
+    """
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
         time.sleep(PEER_GRACE_SECONDS)
         message = f"rank {rank}: {message}"
     line = f"error: {message}"
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
+    _write_error_file(line)
     sys.stdout.flush()
     print(line, file=sys.stderr, flush=True)
     os._exit(2)  # a peer may be inside a collective: leaving by sys.exit could wait for it
 
 
+def _fail_after_the_others(message: str) -> NoReturn:
+    """End like ``fail``, but after a rank that has died: the launcher has noticed it by then, has ended this
+    process, and names that rank and its error as the cause."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        time.sleep(PEER_GRACE_SECONDS)
+    fail(message)
+
+
+def _write_error_file(line: str) -> None:
+    """Give torchrun a line about this process: it shows that of the rank that failed first, and compares
+    the times in these files (of a rank without a file the time at which it was found dead)."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
+
+
+def _report_to_launcher(error: BaseException) -> None:
+    """Give torchrun the type, first line and place of an exception that keeps its trace: without them it
+    would show another rank, which fails because this one is gone."""
+    if isinstance(error, SystemExit):
+        if error.code not in (None, 0):
+            _write_error_file(f"sys.exit({error.code!r})")
+        return
+    line = type(error).__name__
+    if text := str(error).strip():
+        line += f": {text.splitlines()[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames:
+        line += f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})"
+    _write_error_file(line)
+
+
 def end_with_one_line() -> None:
     """Let an ``InputError`` that the script does not catch end it with its line; others keep their trace."""
-    if (
-        getattr(sys.excepthook, "func", None) is not _one_line
-    ):  # once, however many parsers are made
+    is_ours = getattr(sys.excepthook, "func", None) is _one_line
+    if not is_ours:  # once, however many parsers are made
         sys.excepthook = partial(_one_line, sys.excepthook)
 
 
 def _one_line(
     show: Callable, kind: type[BaseException], error: BaseException, trace: object
 ) -> None:
-    line = explain(error) if isinstance(error, InputError) else None
-    if line is not None:
+    """The hook for exceptions that nobody catches; ``show`` is the one before it."""
+    if isinstance(error, InputError):
         sys.stderr = sys.__stderr__  # torch.distributed's hook collects what is printed under it
-        fail(line)
+        fail(_text_of(error))
+    _report_to_launcher(error)
     show(kind, error, trace)
 
 
@@ -213,25 +254,46 @@ def explains(*functions: str) -> Callable[[Explanation], Explanation]:
 
 
 def explain(error: BaseException, args: Namespace | None = None) -> str | None:
-    """One line for an exception that the command line, a full disk or a lost peer caused, else None."""
+    """One line for an exception that the command line, a full disk or a lost peer caused, else None.
+
+    Args:
+        error: what was raised.
+        args: the parsed command line, where parsing has succeeded.
+    """
     if isinstance(error, InputError):
-        return str(error).split(" when instantiating ")[
-            0
-        ]  # what megatron-core adds, module by module
+        return _text_of(error)
     for frame in traceback.extract_tb(error.__traceback__):
         explanation = _EXPLANATIONS.get(frame.name)
         if explanation is not None and (line := explanation(error, args)):
             return line
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {str(error.name).replace('_', '-')}"
+    return lost_peer(error)
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """The line for an exception whose reason is another rank that died, or does not answer; else None."""
     if isinstance(error, RuntimeError):
-        return next((line for text, line in _LOST_PEER.items() if text in str(error)), None)
+        for text, line in _LOST_PEER.items():
+            if text in str(error):
+                return line
     return None
+
+
+def _text_of(error: InputError) -> str:
+    """The error's line, without what megatron-core adds to it, module by module."""
+    return str(error).split(" when instantiating ")[0]
 
 
 def came_through(error: BaseException, function: str) -> bool:
     """Whether the exception passed through a function of this name."""
     return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
+
+
+def raised_in(error: BaseException, function: str) -> bool:
+    """Whether a function of this name raised the exception itself, not what it has called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].name == function
 
 
 def first_line(error: BaseException) -> str:
@@ -248,11 +310,17 @@ def one_line_errors() -> Iterator[None]:
     """Run an entrypoint's body so that bad input ends it with one line and a non-zero status."""
     try:
         yield
-    except (SystemExit, KeyboardInterrupt):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, SystemExit):
+            _report_to_launcher(error)
+            raise
         training = sys.modules.get("megatron.training.global_vars")
         line = explain(error, getattr(training, "_GLOBAL_ARGS", None))
         if line is None:
+            _report_to_launcher(error)
             raise
+        if lost_peer(error):
+            _fail_after_the_others(line)
         fail(line)

@@ -103,8 +103,22 @@ def test_the_command_of_the_first_way(tmp_path: Path) -> None:
     assert run.returncode == 0 and "Traceback" not in run.output, run.output[-4000:]
     assert "layers: torch-native (Transformer Engine needs CUDA" in run.output
     assert list(run.log("lm loss")) == [1] and "tensor parallelism: taco:format=int8" in run.output
-    usage = start("megatron/compression/__main__.py").finish(60)
-    assert usage.returncode == 2 and usage.output.splitlines()[-1].startswith("usage: torchrun")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "error: no script is named; usage: torchrun ... -m megatron.compression SCRIPT"),
+        (["--taco"], "error: no script is named; usage: torchrun"),
+        (["nothere.py", "--taco"], "error: nothere.py: no such file; usage: torchrun"),
+    ],
+    ids=["nothing", "a flag", "a missing file"],
+)
+def test_a_script_that_is_not_named_is_one_line(words: list[str], line: str) -> None:
+    """For all ranks together: torchrun stops the others when the first one has said it."""
+    run = start("megatron/compression/__main__.py", *words, processes=2).finish(60)
+    assert run.returncode == 2 and len(run.errors) == 1 and "Traceback" not in run.output
+    assert run.errors[0].startswith(line)
 
 
 def test_linears_with_a_forward_of_their_own_are_refused() -> None:

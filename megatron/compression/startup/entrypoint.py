@@ -28,7 +28,7 @@ from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron.compression import setup
-from megatron.compression.errors import InputError, came_through
+from megatron.compression.errors import InputError, raised_in
 from megatron.compression.patches import loop
 
 SPIKY_LOSS_FACTOR = (
@@ -204,7 +204,8 @@ def train_to_the_end(pretrain: Callable[[], None]) -> None:
     try:
         pretrain()
     except SystemExit as exit_:
-        if not came_through(exit_, "train"):  # one rank alone may leave during set-up
+        # Megatron's loop ends on all ranks at once; elsewhere one rank alone may leave.
+        if not raised_in(exit_, "train"):
             raise
         left_early, status = True, exit_.code
     torch.distributed.barrier()
