@@ -131,10 +131,16 @@ def test_loss(tmp_path):
     assert (tmp_path / "runs" / "loss-compared" / "comparison.md").exists()
 
 
-def test_fsdp2():
-    """The page's function is valid Python; tests/distributed/test_fsdp2.py trains with it."""
-    [block] = blocks_of("fsdp2.md", "python")
-    exec(compile(block.text, "fsdp2.md", "exec"), {})
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_experts(tmp_path):
+    [output] = run_page("experts.md", tmp_path)
+    assert float(re.findall(r"expert-parallel ratio: ([\d.]+)", output)[-1]) > 1.5
+
+
+def test_fsdp2(tmp_path):
+    _, output = run_page("fsdp2.md", tmp_path)
+    assert "step 4: loss" in output
 
 
 # Launch lines for the reader's machines.
