@@ -138,6 +138,8 @@ def test_experts(tmp_path):
     assert float(re.findall(r"expert-parallel ratio: ([\d.]+)", output)[-1]) > 1.5
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
 def test_fsdp2(tmp_path):
     _, output = run_page("fsdp2.md", tmp_path)
     assert "step 4: loss" in output
@@ -145,6 +147,13 @@ def test_fsdp2(tmp_path):
 
 # Launch lines for the reader's machines.
 
+KINDS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "data_parallel",
+    "expert_parallel",
+    "context_parallel",
+)
 AUTO = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 """What --compression auto decides where no experts and no context parallelism are in use."""
 
@@ -180,7 +189,6 @@ def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str,
     state is global."""
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron.compression.config import DIMENSIONS
     from megatron.compression.flags import resolve
     from megatron.compression.huggingface.models import add_qwen_arguments, expand
     from megatron.compression.setup import adapt_arguments, add_arguments
@@ -202,7 +210,7 @@ def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str,
         validate_args(args)
         adapt_arguments(args)
         config = resolve(args)
-        specs = {name: getattr(config, name).compression for name in DIMENSIONS}
+        specs = {name: getattr(config, name).compression for name in KINDS}
         specs = {name: spec for name, spec in specs.items() if spec != "none"}
         codecs.append(specs | {name: "auto" for name in config.auto})
     return codecs

@@ -28,22 +28,17 @@ RESULTS = sorted((REPO / "docs" / "results").glob("*.md"))
 CURRENT = [page for page in PAGES + RESULTS if page.name != "removed.md"]
 """Pages that name flags as they are; the changelog and removed.md name those that are gone."""
 
-OTHERS = {  # flags of other programs
-    *("--nproc-per-node", "--standalone", "--nnodes", "--nodes", "--help"),
-    *("--node-rank", "--master-addr", "--master-port"),  # torchrun
-    *("--strict", "--site-dir"),  # mkdocs
-    *("--shm-size", "--pid"),  # docker, py-spy
-    *("--fast", "--all", "--with-transformer-engine", "--pdb"),
-    *(
-        "--tensor-parallel",
-        "--data-parallel",
-        "--pipeline-parallel",
-    ),  # scripts make them by dimension
-    *(
-        "--kitchen-config-file",
-        "--kitchen-recipe-number",
-    ),  # Megatron's where nvidia-kitchen is installed
-}
+OTHERS = set(
+    """
+    --nproc-per-node --standalone --nnodes --node-rank --master-addr --master-port --nodes --help
+    --fast --all --with-transformer-engine --pdb
+    --strict --site-dir --shm-size --pid
+    --tensor-parallel --data-parallel --pipeline-parallel
+    --kitchen-config-file --kitchen-recipe-number
+    """.split()
+)
+"""Flags of other programs, by line: launchers; scripts of ours in bash; mkdocs, docker, py-spy; flags that
+scripts make by dimension; Megatron's where nvidia-kitchen is installed."""
 SPEC_FLAG = re.compile(
     r"""--(tp|pp|dp|ep|cp)-compression[ =]["']?([^\s`,;:()|"']+(?::[^\s`;()|"']+)?)"""
 )
