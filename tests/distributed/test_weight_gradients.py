@@ -84,7 +84,7 @@ def worker(rank: int, world_size: int) -> dict:
     """All cases."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
+    from megatron.compression.tensor_parallel.weight_gradient import fill_weight_gradient_slot
 
     fill_weight_gradient_slot()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

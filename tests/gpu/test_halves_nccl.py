@@ -71,7 +71,7 @@ def _step(rank: int, world_size: int, settings: dict, changes: dict) -> Step:
 def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step]]]:
     """By case: the whole, and halves, repeated."""
     start_model_parallel(world_size)
-    from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
+    from megatron.compression.tensor_parallel.weight_gradient import fill_weight_gradient_slot
 
     fill_weight_gradient_slot()
     # The embedding's gradient has the same bits each time only so. Memory that is not written is NaN then.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
+from megatron.compression.tensor_parallel.weight_gradient import fill_weight_gradient_slot
 from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import batch, build_tiny_gpt, run_with, start_model_parallel
 from tests.gpu.devices import needs, needs_transformer_engine

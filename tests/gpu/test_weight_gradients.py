@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.compression.patches.gaps import fuse
-from megatron.compression.torch_native.weight_gradient import add_product
+from megatron.compression.tensor_parallel.weight_gradient import add_product
 
 TOKENS, OUT, IN = 4096, 2048, 1536
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.compression.tensor_parallel.functions import column_parallel_linear
+from megatron.compression.tensor_parallel.weight_gradient import dropped_gradient
 from megatron.compression.torch_native import spec
-from megatron.compression.torch_native.weight_gradient import dropped_gradient
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
 from tests.unit.test_overlap import OneRankPair, OneRankSite
 

@@ -5,8 +5,8 @@ with some room. Whether a message fits depends on its values. The encoder sets a
 does not; such a payload decodes to zeros. All ranks have to know, and the host must not wait for the device in
 each message. So there is one protocol, in three steps:
 
-    note      the flag stays on the device                                           ``Flags.note``
-    ask       the ranks reduce their flags, and the host reads the answer            ``Flags.ask``
+    note      the flag stays on the device                                           ``OverflowFlags.note``
+    ask       the ranks reduce their flags, and the host reads the answer            ``OverflowFlags.ask``
     repeat    what did not fit is sent once more, or elsewhere, as it is
 
 Four kinds of traffic differ in when they ask, and in what is repeated:
@@ -49,7 +49,7 @@ class State(enum.Enum):
     """In a pass that is repeated, and in CUDA graphs: the policy decides for no lossless codec."""
 
 
-class Flags:
+class OverflowFlags:
     """Overflow flags of payloads, kept on the device until the ranks ask for them.
 
     flags.note(bucket, codec.overflow_flag(payload))             any number of times
@@ -94,12 +94,12 @@ class Overflow:
 
     def __init__(self) -> None:
         self.state = State.ASKED
-        self._flags = Flags()
+        self._flags = OverflowFlags()
 
     def begin(self) -> None:
         """Begin a pass: from here on flags are noted."""
         self.state = State.NOTED
-        self._flags = Flags()
+        self._flags = OverflowFlags()
 
     def note(self, codec: Codec, payloads: torch.Tensor) -> None:
         """Remember on the device whether payloads that one call has encoded overflowed."""

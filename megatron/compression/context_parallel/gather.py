@@ -16,46 +16,65 @@ from megatron.compression.communication.collectives import (
 from megatron.compression.communication.site import CommSite
 
 
+class SharesSequence:
+    """An attention whose ranks share a sequence: it gathers keys and values by ``gather_sequence``."""
+
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share a sequence; None: one rank has all of it."""
+    context_site: CommSite | None = None
+    """Counts and compresses what they gather; context_parallel/hooks.py sets it."""
+
+
 def in_order(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Sequence ``[s, ...]`` from the ranks' parts ``[s, ...]``, one after the other."""
+    """Return a sequence ``[s, ...]`` of the ranks' parts, ``[s, ...]`` one after the other."""
     early, late = gathered.unflatten(0, (world_size, 2, -1)).unbind(1)
     return torch.cat([early, late.flip(0)]).flatten(0, 1)
 
 
 def distributed(sequence: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The ranks' parts, one after the other, of a sequence: what ``in_order`` puts in order."""
+    """Return the ranks' parts of a sequence, one after the other: what ``in_order`` puts in order."""
     chunks = sequence.unflatten(0, (2, world_size, -1))
     return torch.stack([chunks[0], chunks[1].flip(0)], dim=1).flatten(0, 2)
 
 
 def chunks_of(rank: int, world_size: int) -> tuple[int, int]:
-    """Numbers of the two chunks that a rank holds, of 2W."""
+    """Return the numbers of the two chunks, of 2W, that a rank holds."""
     return rank, 2 * world_size - 1 - rank
 
 
 def gather_sequence(
     key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, site: CommSite | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole sequence, ``[s, b, groups, head_dim]`` each, from this rank's chunks; one
-    collective in each direction. Gradients are summed in fp32, uncompressed in their dtype. The site counts
-    and decides; None: uncompressed and uncounted."""
+    """Gather the keys and values of the whole sequence, in one collective in each direction.
+
+    With a codec gradients are summed in fp32, without one in their own dtype.
+
+    Args:
+        key: of this rank's chunks, ``[s / W, b, groups, head_dim]``.
+        value: likewise; its head_dim may be another.
+        group: the ranks that share the sequence.
+        site: counts and decides; None: uncompressed and uncounted.
+
+    Returns: keys and values ``[s, b, groups, head_dim]``, in the order of the sequence.
+    """
     # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.
     parts = [key.flatten(2), value.flatten(2)]
     ranks = group.size()
 
-    def there(part: torch.Tensor) -> torch.Tensor:
+    def gather(part: torch.Tensor) -> torch.Tensor:
         if site is None:
             work = uncompressed_all_gather(part, group)
         else:
             work = site.message("cp.forward", "all_gather", part.nbytes * ranks).start(part)
         return in_order(work.wait(), ranks)
 
-    def back(gradient: torch.Tensor) -> torch.Tensor:
-        whole = distributed(gradient, ranks)
+    def scatter(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = distributed(gradient, ranks)
         if site is None:
-            return uncompressed_reduce_scatter(whole, group).wait()
-        return site.message("cp.backward", "reduce_scatter", whole.nbytes).start(whole).wait()
+            return uncompressed_reduce_scatter(gradient, group).wait()
+        message = site.message("cp.backward", "reduce_scatter", gradient.nbytes)
+        return message.start(gradient).wait()
 
-    gathered = WithBackward.apply(torch.cat(parts, dim=-1), there, back)
+    gathered = WithBackward.apply(torch.cat(parts, dim=-1), gather, scatter)
     keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)
     return keys.unflatten(-1, key.shape[2:]), values.unflatten(-1, value.shape[2:])

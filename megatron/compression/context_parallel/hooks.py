@@ -8,9 +8,9 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 
 from megatron.compression.communication.site import CommSite, site_name
+from megatron.compression.context_parallel.gather import SharesSequence
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import SettingError
-from megatron.compression.torch_native.attention import SDPACoreAttention
 
 
 class ContextParallel(Dimension):
@@ -22,7 +22,7 @@ class ContextParallel(Dimension):
         if config.enabled and (reason := self.refusal(chunks)):
             raise SettingError(config.path("compression"), None, f"cannot compress {reason}")
         for path, module in _modules(chunks):
-            if isinstance(module, SDPACoreAttention) and module.context_group is not None:
+            if isinstance(module, SharesSequence) and module.context_group is not None:
                 name = site_name(path, module.layer_number)
                 module.context_site = CommSite(name, module.context_group, self.run)
                 groups[module.context_group] = None
@@ -37,7 +37,7 @@ class ContextParallel(Dimension):
         for path, module in _modules(chunks):
             if not isinstance(module, Attention) or module.config.context_parallel_size == 1:
                 continue
-            if not isinstance(module.core_attention, SDPACoreAttention):
+            if not isinstance(module.core_attention, SharesSequence):
                 kind = type(module.core_attention).__name__
                 return (
                     f"{path}: {kind} exchanges keys and values by itself; "

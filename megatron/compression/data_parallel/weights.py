@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.overflow import Flags
+from megatron.compression.communication.overflow import OverflowFlags
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.work import Work
@@ -123,7 +123,7 @@ def _leave_out_overflows(updated: list[BucketWeights]) -> None:
     lossless = [weights for weights in updated if weights.overflow_flag is not None]
     for topology in dict.fromkeys(weights.topology for weights in lossless):
         buckets = [weights for weights in lossless if weights.topology == topology]
-        flags = Flags()
+        flags = OverflowFlags()
         for weights in buckets:
             flags.note(topology, weights.overflow_flag)
         transport = topology.transport(buckets[0].ledger, "dp.weight")

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from megatron.compression.communication import Work
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.communication.site import CommSite, MessagePair
-from megatron.compression.torch_native.weight_gradient import accumulate, dropped_gradient
+from megatron.compression.tensor_parallel.weight_gradient import accumulate, dropped_gradient
 
 
 class InputGradientExchange:

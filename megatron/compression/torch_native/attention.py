@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,8 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from megatron.compression.communication.collectives import WithBackward, uncompressed_all_reduce
-from megatron.compression.communication.site import CommSite
-from megatron.compression.context_parallel.gather import chunks_of, gather_sequence
+from megatron.compression.context_parallel.gather import SharesSequence, chunks_of, gather_sequence
 from megatron.compression.errors import InputError
 from megatron.compression.tensor_parallel.layers import CompressedLatentAttention
 
@@ -54,7 +52,7 @@ _MASK_TYPES = (
 )
 
 
-class SDPACoreAttention(MegatronModule):
+class SDPACoreAttention(SharesSequence, MegatronModule):
     """Drop-in for megatron-core's DotProductAttention (a ``core_attention`` of a layer spec).
 
     Causal, padding and arbitrary masks, grouped queries, dropout. Softmax is computed in fp32 inside the
@@ -65,11 +63,6 @@ class SDPACoreAttention(MegatronModule):
         unused: ``cp_comm_type`` (keys and values are gathered), widths of keys and values (their tensors').
     Raises: InputError: a setting that this attention does not have; the message names the flag to change.
     """
-
-    context_group: dist.ProcessGroup | None = None
-    """The ranks that share a sequence; None: one."""
-    context_site: CommSite | None = None
-    """Counts and compresses what they gather, see ``gather_sequence``."""
 
     def __init__(
         self,

@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.compression.communication.collectives import WithBackward
 from megatron.compression.patches import gaps
 from megatron.compression.tensor_parallel.layers import CompressedRowParallelLinear
+from megatron.compression.tensor_parallel.weight_gradient import fill_weight_gradient_slot
 from megatron.compression.torch_native.attention import LatentSelfAttention, SDPACoreAttention
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
-from megatron.compression.torch_native.weight_gradient import fill_weight_gradient_slot
 
 
 def is_covered(transformer) -> bool:

@@ -17,8 +17,15 @@ except ImportError:
 
 
 def add_product(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """``main_grad [h_out, h_in] += grad_output.T @ x`` by torch, in place; has the signature of apex's
-    functions. On CUDA one GEMM; elsewhere the operands are cast to main_grad's dtype, fp32 or theirs."""
+    """Add ``grad_output.T @ x`` to ``main_grad`` in place, by torch; it has the signature of apex's functions.
+
+    On CUDA that is one GEMM. Elsewhere the operands are cast to main_grad's dtype first.
+
+    Args:
+        x: input ``[n, h_in]`` of the layer.
+        grad_output: gradient ``[n, h_out]`` of its output.
+        main_grad: ``[h_out, h_in]``, fp32 or of the operands' dtype.
+    """
     left = grad_output.t()
     if x.dtype == main_grad.dtype:
         main_grad.addmm_(left, x)
@@ -29,7 +36,13 @@ def add_product(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Ten
 
 
 def accumulate(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """As ``add_product``, by apex's kernels where it is installed."""
+    """Add ``grad_output.T @ x`` to ``main_grad`` in place, by apex's kernels where it is installed.
+
+    Args:
+        x: input ``[n, h_in]`` of the layer.
+        grad_output: gradient ``[n, h_out]`` of its output.
+        main_grad: ``[h_out, h_in]``, fp32 or of the operands' dtype.
+    """
     if _apex is None:
         add_product(x, grad_output, main_grad)
         return
@@ -39,7 +52,7 @@ def accumulate(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tens
 
 
 def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
-    """What a backward returns once the gradient is in main_grad: DDP's hook wants one, and drops it.
+    """Return what a backward returns once the gradient is in main_grad: DDP's hook wants one, and drops it.
 
     Its values are undefined, but zero for a weight that embedding and output layer of one stage share
     (``zero_out_wgrad``): autograd adds the embedding's gradient, and the hook adds the sum to main_grad.
@@ -47,20 +60,23 @@ def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     Returns: A tensor like ``weight``, ``grad_added_to_main_grad`` being set. None where no DDP asks for it,
         and for a second use of the weight in one backward: DDP's hook runs once a backward.
     """
-    backward = torch._C._current_graph_task_id()
-    if (
-        not hasattr(weight, "grad_added_to_main_grad")
-        or getattr(weight, "reported_in", -1) == backward >= 0
-    ):
+    if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    weight.grad_added_to_main_grad, weight.reported_in = True, backward
-    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight)
+    backward = torch._C._current_graph_task_id()  # -1 outside of a backward
+    if backward >= 0 and getattr(weight, "reported_in", -1) == backward:
+        return None
+    weight.grad_added_to_main_grad = True
+    weight.reported_in = backward
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
 
 
 def fill_weight_gradient_slot() -> bool:
-    """Make gradient accumulation fusion, Megatron's default, work without apex in models built from now on;
-    whether our function is in the slot. Idempotent."""
+    """Make gradient accumulation fusion, Megatron's default, work without apex in models built from now on.
+
+    Idempotent. Returns whether our function is in the slot.
+    """
     if _apex is None:
         gaps.fill_weight_gradient_slot(add_product)
     return _apex is None
