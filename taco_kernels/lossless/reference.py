@@ -3,18 +3,31 @@
 The upper 16 bits of a value are a sign, an exponent of 8 bits and 7 bits of mantissa (those of bf16; fp32 has
 16 more below). All but the exponent is sent as it is. Of the exponents of trained tensors 2.6 bits in 8 are
 information, so each is a code of 3 bits: how far it lies below its block's base, 0 to 6, or 7, an escape.
+
 The base of a block (128 values) is the smaller of the largest exponents of its even and its odd groups (8
 values), so that one outlier does not decide it. Escapes share an area for the whole row, in words of 32 bits
 of which each tile (2048 values) uses as many as it needs: 4 bits an escape, its distance from the base being
--2, -1 or 7 to 19, or its exponent 0; in a tile with any other, 8 bits an escape, the exponent. ::
+-2, -1 or 7 to 19, or its exponent 0; in a tile with any other, 8 bits an escape, the exponent.
 
-    header | escapes | starts, an int32 a tile | bases, a byte a block | codes, 24 bits a group: all int16,
-    then all uint8 | sign and mantissa, a byte a value, of four the first, third, second, fourth | fp32: the
-    lower 16 bits
+A payload (``Offsets``)::
 
-A group's codes and escapes are those of its values 0, 4, 2, 6, 1, 5, 3, 7. Six codes are the lower 6 bits of
-three bytes, in pairs; the upper 2 bits of the three are the last two codes. Distances are modulo 256.
-Values beyond the row's end are zeros.
+    header | escapes | starts | bases | codes_low | codes_high | mantissas | lower_halves
+
+    header        16 bytes: int32 words of escapes that the row needed, a byte with the overflow flag, zeros
+    starts        an int32 a tile: its first word of escapes, and whether escapes take 8 bits
+    bases         a byte a block
+    codes         24 bits a group: the lower 16 bits of all groups, then the upper 8 bits of all
+    mantissas     a byte a value, the sign above the mantissa; of four the first, third, second, fourth
+    lower_halves  of fp32 alone: the lower 16 bits of each value, in order
+
+A group's codes and escapes are those of its values 0, 4, 2, 6, 1, 5, 3, 7, which is the order that the kernels
+meet them in (kernels.py draws it). With c0 to c7 for them::
+
+    bit of a group's 24    0-2  3-5  6-7          8-10  11-13  14-15        16-18  19-21  22-23
+    code                   c0   c1   c6, c7 ...   c2    c3     ... c6, c7   c4     c5     ... c6, c7
+
+where c6 + 8 c7, 6 bits, is cut into three pairs, the lowest first. Distances are modulo 256. Values beyond the
+row's end are zeros.
 
 The area holds a share of the values' escapes, so a row may overflow. A flag in its header says so, and so
 does that of the first row that was encoded with it. A payload with the flag decodes to zeros: a caller who
@@ -37,31 +50,51 @@ HEADER = 16
 """Bytes: int32 words of escapes that the row needed, the overflow flag, zeros."""
 FLAG_AT = 4
 """Byte of the overflow flag, 0 or 1."""
-GROUP, BLOCK, TILE = 8, 128, 2048
-WINDOW = 7
-"""Distances that have a code of their own; the code of an escape."""
-NEAR_BELOW, NEAR_ABOVE, ZERO = 2, 19, 15
-"""Distances from -2 and to 19, without those of the window, are 4 bits from 0 on; so is an exponent of 0."""
+GROUP = 8
+"""Values whose codes are packed together."""
+BLOCK = 128
+"""Values that share a base."""
+TILE = 2048
+"""Values whose escapes are of one width, and lie together."""
 GROUPS = BLOCK // GROUP
-"""Of a block."""
-_SHIFTS = torch.tensor([0, 3, 8, 11, 16, 19])  # of codes but the last two of a group
+"""Groups in a block."""
+
+WINDOW = 7
+"""Distances that have a code of their own, 0 to 6; and the code of an escape."""
+# An escape's 4 bits: distances from -NEAR_BELOW on without those of the window, counted from 0; the last
+# number stands for an exponent of 0, wherever the base lies.
+NEAR_BELOW = 2
+ZERO = 15
+
+_SHIFTS = torch.tensor([0, 3, 8, 11, 16, 19])
+"""Bits by which the codes c0 to c5 of a group are shifted; c6 and c7 are cut into pairs."""
 
 
-class Places(NamedTuple):
-    """First byte of each part of a coded payload, and its end."""
+class Sizes(NamedTuple):
+    """How many there are of what a row consists of; a kernel argument."""
+
+    numel: int
+    """Values; not called that, which Triton's own tuples have as an attribute."""
+    groups: int
+    blocks: int
+    escape_words: int
+    """int32 words of the area of escapes."""
+
+
+class Offsets(NamedTuple):
+    """First byte of each part of a coded payload; a kernel argument. Escapes begin after the header."""
 
     starts: int
     """A tile's first word of escapes times 2, plus 1 where escapes take 8 bits."""
     bases: int
-    codes: int
+    codes_low: int
     """The lower 16 bits of the codes of each group."""
-    more: int
+    codes_high: int
     """The upper 8 bits of those."""
-    high: int
+    mantissas: int
     """Signs and mantissas."""
-    low: int
+    lower_halves: int
     """The lower 16 bits of fp32."""
-    end: int
 
 
 @dataclass(frozen=True)
@@ -94,32 +127,60 @@ class LosslessLayout:
         return ceil_div(self.blocks, TILE // BLOCK)
 
     @functools.cached_property
-    def words(self) -> int:
-        """int32 words of the area of escapes: the share's, and some because tiles take whole ones."""
-        return aligned(math.ceil(self.share * self.blocks * BLOCK / 8) + self.tiles + 8, 4)
+    def sizes(self) -> Sizes:
+        """Values, groups, blocks, and words of escapes.
+
+        The area of escapes has room for the share of the values, at 4 bits each, and for some words more, as
+        tiles take whole ones.
+        """
+        for_share = math.ceil(self.share * self.blocks * BLOCK / 8)
+        escape_words = aligned(for_share + self.tiles + 8, 4)
+        return Sizes(self.numel, self.blocks * GROUPS, self.blocks, escape_words)
 
     @functools.cached_property
-    def places(self) -> Places:
-        """Where the parts of the coded form lie."""
-        sizes = [4 * self.words, aligned(4 * self.tiles), aligned(self.blocks)]
-        sizes += [2 * self.blocks * GROUPS, self.blocks * GROUPS, self.blocks * BLOCK]
-        sizes += [2 * self.blocks * BLOCK if self.dtype == torch.float32 else 0]
-        return Places(*(HEADER + sum(sizes[: i + 1]) for i in range(len(sizes))))
+    def offsets(self) -> Offsets:
+        """First bytes of the parts of the coded form; each is a multiple of 16."""
+        starts = HEADER + 4 * self.sizes.escape_words
+        bases = starts + aligned(4 * self.tiles)
+        codes_low = bases + aligned(self.blocks)
+        codes_high = codes_low + 2 * self.sizes.groups
+        mantissas = codes_high + self.sizes.groups
+        lower_halves = mantissas + self.blocks * BLOCK
+        return Offsets(starts, bases, codes_low, codes_high, mantissas, lower_halves)
+
+    @functools.cached_property
+    def coded_bytes(self) -> int:
+        """Bytes of the coded form, the header included."""
+        end = self.offsets.lower_halves
+        if self.dtype == torch.float32:
+            end += 2 * self.blocks * BLOCK
+        return end
+
+    @functools.cached_property
+    def raw_bytes(self) -> int:
+        """Bytes of the row as it is, after a header."""
+        return HEADER + aligned(self.dtype.itemsize * self.numel)
 
     @functools.cached_property
     def raw(self) -> bool:
-        """Whether the row is stored as it is."""
-        return self.places.end >= HEADER + aligned(self.dtype.itemsize * self.numel)
+        """Whether the row is stored as it is, because that is shorter."""
+        return self.coded_bytes >= self.raw_bytes
 
     @functools.cached_property
     def payload_bytes(self) -> int:
         """Bytes of a payload."""
-        return HEADER + aligned(self.dtype.itemsize * self.numel) if self.raw else self.places.end
+        return min(self.coded_bytes, self.raw_bytes)
 
 
 @functools.lru_cache(maxsize=1024)
 def layout_of(numel: int, dtype: torch.dtype, share: float) -> LosslessLayout:
-    """The layout of a row, made once."""
+    """The layout of a row, made once.
+
+    Args:
+        numel: values of the row.
+        dtype: bf16 or fp32.
+        share: escapes that there is room for, of the row's values, in (0, 1].
+    """
     return LosslessLayout(numel, dtype, share)
 
 
@@ -133,30 +194,36 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
         return payloads
     for row, payload in zip(x, payloads, strict=True):
         _encode_row(row, payload, layout)
-    payloads[:, FLAG_AT] = payloads[:, :4].view(torch.int32)[:, 0] > layout.words
-    payloads[:1, FLAG_AT] = payloads[:, FLAG_AT].max() if len(x) else 0
+    needed = payloads[:, :4].view(torch.int32)[:, 0]
+    payloads[:, FLAG_AT] = needed > layout.sizes.escape_words
+    if len(x):
+        payloads[0, FLAG_AT] = payloads[:, FLAG_AT].max()  # one look at the first row is enough
     return payloads
 
 
 def decode(
     payloads: torch.Tensor, layout: LosslessLayout, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The values of payloads uint8 ``[rows, payload_bytes]``, bit for bit: ``[rows, numel]`` of the layout's
-    dtype, in ``out`` (with contiguous rows) if given. Zeros where the flag is set."""
+    """The values of payloads, bit for bit; zeros where the flag is set.
+
+    Args:
+        payloads: uint8 ``[rows, payload_bytes]``.
+        layout: of each row.
+        out: ``[rows, numel]`` with contiguous rows; allocated if None.
+
+    Returns:
+        ``[rows, numel]`` of the layout's dtype; ``out`` if it was passed.
+    """
     check_tensor("payloads", payloads, torch.uint8, (None, layout.payload_bytes))
     if layout.raw:
         values = payloads[:, HEADER : HEADER + layout.dtype.itemsize * layout.numel]
         values = values.clone(memory_format=torch.contiguous_format).view(layout.dtype)
     else:
-        rows = [
-            payload.new_zeros(layout.numel, dtype=layout.dtype)
-            if flag
-            else _decode_row(payload, layout)
-            for payload, flag in zip(payloads, payloads[:, FLAG_AT].tolist(), strict=True)
-        ]
-        values = (
-            torch.stack(rows) if rows else payloads.new_empty((0, layout.numel), dtype=layout.dtype)
-        )
+        shape = (len(payloads), layout.numel)
+        values = torch.zeros(shape, dtype=layout.dtype, device=payloads.device)
+        for row, payload in zip(values, payloads, strict=True):
+            if payload[FLAG_AT] == 0:
+                row.copy_(_decode_row(payload, layout))
     return values if out is None else out.copy_(values)
 
 
@@ -167,9 +234,17 @@ def decode_sum(
     scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``scale`` times the sum over S of payloads uint8 ``[S, rows, bytes]``: ``[rows, numel]`` of ``dtype``.
+    """``scale`` times the sum over the senders, added in fp32 in their order, then scaled, then rounded.
 
-    Summed in fp32 in the order of S, then scaled, then rounded.
+    Args:
+        payloads: uint8 ``[S, rows, payload_bytes]`` of S senders.
+        layout: of each row.
+        dtype: of the result.
+        scale: multiplied with the fp32 sum.
+        out: ``[rows, numel]`` with contiguous rows; allocated if None.
+
+    Returns:
+        ``[rows, numel]`` of ``dtype``; ``out`` if it was passed.
     """
     total = decode(payloads[0], layout).float()
     for sender in payloads[1:]:
@@ -179,109 +254,124 @@ def decode_sum(
     return total.to(dtype) if out is None else out.copy_(total)
 
 
-def _escape_places(
+def _locate_escapes(
     codes: torch.Tensor, tiles: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of codes ``[groups, GROUP]``: where the escapes are; each one's tile; its number there."""
-    where = (codes == WINDOW).view(-1).nonzero().view(-1)
-    tile = where // TILE
+    """Find the escapes among codes ``[groups, GROUP]``.
+
+    Returns:
+        Each escape's index among the codes; its tile; its number among the escapes of that tile.
+    """
+    index = (codes == WINDOW).view(-1).nonzero().view(-1)
+    tile = index // TILE
     count = torch.bincount(tile, minlength=tiles)
     first = count.cumsum(0) - count
-    return where, tile, torch.arange(len(where), device=codes.device) - first[tile]
+    number = torch.arange(len(index), device=codes.device) - first[tile]
+    return index, tile, number
 
 
 def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout) -> None:
     """Fill a payload of zeros; of a row that overflows the first word alone, which is past the area."""
-    places = layout.places
-    bits = (
-        row.contiguous().view(torch.int16 if layout.dtype == torch.bfloat16 else torch.int32).int()
-    )
-    pad = layout.blocks * BLOCK - layout.numel
-    bits = F.pad(bits, (0, pad))
-    upper = (bits if layout.dtype == torch.bfloat16 else bits >> 16) & 0xFFFF
+    offsets = layout.offsets
+    is_bf16 = layout.dtype == torch.bfloat16
+    bits = row.contiguous().view(torch.int16 if is_bf16 else torch.int32).int()
+    bits = F.pad(bits, (0, layout.blocks * BLOCK - layout.numel))
+    upper = (bits if is_bf16 else bits >> 16) & 0xFFFF
     exponent = (upper >> 7) & 0xFF
     base = exponent.view(-1, GROUPS // 2, 2, GROUP).amax((1, 3)).amin(1)
     distance = (base.repeat_interleave(BLOCK) - exponent) & 255
-    distance, exponent = _in_order_of_codes(distance), _in_order_of_codes(exponent)
+    distance = _in_order_of_codes(distance)
+    exponent = _in_order_of_codes(exponent)
     codes = distance.clamp(max=WINDOW).view(-1, GROUP)
 
-    escaped, tile, number = _escape_places(codes, layout.tiles)
+    # Escapes: a tile in which an exponent, wherever it is needed, has no 4 bits takes 8 bits for each.
+    escape, tile, number = _locate_escapes(codes, layout.tiles)
     from_below = (distance + NEAR_BELOW) & 255
     near = torch.where(from_below < NEAR_BELOW, from_below, from_below - WINDOW)
-    far = (near >= ZERO) & (exponent != 0)
-    far_tiles = F.pad(far, (0, -len(far) % TILE)).view(-1, TILE).any(1).int()
+    is_far = (near >= ZERO) & (exponent != 0)
+    far_tiles = F.pad(is_far, (0, -len(is_far) % TILE)).view(-1, TILE).any(1).int()
     width = 4 * (1 + far_tiles)
     needed = (torch.bincount(tile, minlength=layout.tiles) * width + 31) // 32
     starts = needed.cumsum(0) - needed
     header = payload[:4].view(torch.int32)
     header[0] = needed.sum()
-    if int(header) > layout.words:
+    if int(header) > layout.sizes.escape_words:
         return
     near = torch.where(exponent == 0, ZERO, near)
-    value = torch.where(far_tiles[tile].bool(), exponent[escaped], near[escaped])
-    place = number * width[tile]
-    words = torch.zeros(layout.words, dtype=torch.int64, device=row.device)
-    words.index_add_(0, starts[tile] + place // 32, value.long() << (place % 32))
-    area = payload[HEADER : places.starts].view(torch.int32)
-    area.copy_(torch.where(words >= 2**31, words - 2**32, words))
-    _part(payload, places.starts, layout.tiles, torch.int32).copy_(2 * starts + far_tiles)
-    payload[places.bases : places.bases + layout.blocks] = base.to(torch.uint8)
+    value = torch.where(far_tiles[tile].bool(), exponent[escape], near[escape])
+    bit = number * width[tile]
+    words = torch.zeros(layout.sizes.escape_words, dtype=torch.int64, device=row.device)
+    words.index_add_(0, starts[tile] + bit // 32, value.long() << (bit % 32))
+    area = payload[HEADER : offsets.starts].view(torch.int32)
+    area.copy_(torch.where(words >= 2**31, words - 2**32, words))  # unsigned words, as int32
+    _part(payload, offsets.starts, layout.tiles, torch.int32).copy_(2 * starts + far_tiles)
+    payload[offsets.bases : offsets.bases + layout.blocks] = base.to(torch.uint8)
+
+    # Codes: c6 + 8 c7 is cut into three pairs of bits, for bits 6, 14 and 22.
     last = codes[:, -2] | (codes[:, -1] << 3)
     word = (codes[:, :-2] << _SHIFTS.to(codes)).sum(1)
     word |= ((last & 3) << 6) | ((last & 12) << 12) | ((last & 48) << 18)
-    _part(payload, places.codes, len(word), torch.int16).copy_(
-        (word & 0xFFFF) - ((word & 0x8000) << 1)
-    )
-    payload[places.more : places.high] = (word >> 16).to(torch.uint8)
-    high = (((upper >> 8) & 0x80) | (upper & 0x7F)).to(torch.uint8)
-    payload[places.high : places.low] = _middle_swapped(high)
-    if layout.dtype == torch.float32:
-        low = (bits & 0xFFFF) - ((bits & 0x8000) << 1)
-        _part(payload, places.low, len(low), torch.int16).copy_(low)
+    _part(payload, offsets.codes_low, len(word), torch.int16).copy_(_signed16(word))
+    payload[offsets.codes_high : offsets.mantissas] = (word >> 16).to(torch.uint8)
+
+    mantissa = (((upper >> 8) & 0x80) | (upper & 0x7F)).to(torch.uint8)
+    payload[offsets.mantissas : offsets.lower_halves] = _middle_swapped(mantissa)
+    if not is_bf16:
+        _part(payload, offsets.lower_halves, len(bits), torch.int16).copy_(_signed16(bits))
 
 
 def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
-    """The row of a coded payload."""
-    payload, places = payload.contiguous(), layout.places
-    groups = layout.blocks * GROUPS
-    word = _part(payload, places.codes, groups, torch.int16).int() & 0xFFFF
-    word |= payload[places.more : places.high].int() << 16
+    """The row of a coded payload whose flag is not set."""
+    payload = payload.contiguous()
+    offsets = layout.offsets
+
+    # Codes, then exponents; an escape's is put right below.
+    word = _part(payload, offsets.codes_low, layout.sizes.groups, torch.int16).int() & 0xFFFF
+    word |= payload[offsets.codes_high : offsets.mantissas].int() << 16
     last = ((word >> 6) & 3) | ((word >> 12) & 12) | ((word >> 18) & 48)
     codes = (word[:, None] >> _SHIFTS.to(word)) & 7
     codes = torch.cat((codes, last[:, None] & 7, last[:, None] >> 3), 1)
-    base = payload[places.bases : places.bases + layout.blocks].int().repeat_interleave(BLOCK)
-    escaped, tile, number = _escape_places(codes, layout.tiles)
-    starts = _part(payload, places.starts, layout.tiles, torch.int32)
-    far = (starts & 1)[tile]
-    width = 4 * (1 + far)
-    place = number * width
-    words = payload[HEADER : places.starts].view(torch.int32).long() & 0xFFFFFFFF
-    at = ((starts >> 1)[tile] + place // 32).clamp(0, layout.words - 1)
-    value = ((words[at] >> (place % 32)) & ((1 << width) - 1)).int()
-    near = torch.where(value < NEAR_BELOW, value - NEAR_BELOW, value + (WINDOW - NEAR_BELOW))
+    base = payload[offsets.bases : offsets.bases + layout.blocks].int().repeat_interleave(BLOCK)
     exponent = base - codes.view(-1)
-    near = torch.where(value == ZERO, 0, base[escaped] - near)
-    exponent[escaped] = torch.where(far.bool(), value, near)
+
+    escape, tile, number = _locate_escapes(codes, layout.tiles)
+    starts = _part(payload, offsets.starts, layout.tiles, torch.int32)
+    is_far = (starts & 1)[tile]
+    width = 4 * (1 + is_far)
+    bit = number * width
+    words = payload[HEADER : offsets.starts].view(torch.int32).long() & 0xFFFFFFFF
+    # A damaged payload may point anywhere.
+    index = ((starts >> 1)[tile] + bit // 32).clamp(0, layout.sizes.escape_words - 1)
+    value = ((words[index] >> (bit % 32)) & ((1 << width) - 1)).int()
+    distance = torch.where(value < NEAR_BELOW, value - NEAR_BELOW, value + (WINDOW - NEAR_BELOW))
+    near = torch.where(value == ZERO, 0, base[escape] - distance)
+    exponent[escape] = torch.where(is_far.bool(), value, near)
     exponent = _in_order_of_codes(exponent)
-    high = _middle_swapped(payload[places.high : places.low]).int()
-    upper = ((high & 0x80) << 8) | ((exponent & 0xFF) << 7) | (high & 0x7F)
-    signed = (upper - ((upper & 0x8000) << 1))[: layout.numel]
+
+    mantissa = _middle_swapped(payload[offsets.mantissas : offsets.lower_halves]).int()
+    upper = ((mantissa & 0x80) << 8) | ((exponent & 0xFF) << 7) | (mantissa & 0x7F)
+    upper = _signed16(upper)[: layout.numel]
     if layout.dtype == torch.bfloat16:
-        return signed.to(torch.int16).view(torch.bfloat16)
-    low = _part(payload, places.low, layout.numel, torch.int16).int() & 0xFFFF
-    return ((signed << 16) | low).view(torch.float32)
+        return upper.to(torch.int16).view(torch.bfloat16)
+    lower = _part(payload, offsets.lower_halves, layout.numel, torch.int16).int() & 0xFFFF
+    return ((upper << 16) | lower).view(torch.float32)
+
+
+def _signed16(x: torch.Tensor) -> torch.Tensor:
+    """The lower 16 bits as the int16 that they are, in x's dtype."""
+    return (x & 0xFFFF) - ((x & 0x8000) << 1)
 
 
 def _in_order_of_codes(x: torch.Tensor) -> torch.Tensor:
-    """Of every eight values the 1st, 5th, 3rd, 7th, 2nd, 6th, 4th, 8th; its own inverse."""
+    """Every eight values in the order 0, 4, 2, 6, 1, 5, 3, 7; its own inverse."""
     return x.view(-1, 2, 2, 2).permute(0, 3, 2, 1).reshape(-1)
 
 
-def _middle_swapped(high: torch.Tensor) -> torch.Tensor:
-    """The second and third of every four bytes in each other's places: two words of two values make one."""
-    return high.view(-1, 2, 2).transpose(1, 2).reshape(-1)
+def _middle_swapped(x: torch.Tensor) -> torch.Tensor:
+    """Every four values in the order 0, 2, 1, 3: two words of two values make one word of four bytes."""
+    return x.view(-1, 2, 2).transpose(1, 2).reshape(-1)
 
 
-def _part(payload: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """``count`` integers of a payload, from byte ``at`` on."""
-    return payload[at : at + count * dtype.itemsize].view(dtype)
+def _part(payload: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``count`` integers of a payload, from byte ``offset`` on."""
+    return payload[offset : offset + count * dtype.itemsize].view(dtype)

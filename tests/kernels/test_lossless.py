@@ -1,5 +1,7 @@
-"""The lossless layout in plain torch: every bit of every input comes back; sizes; what does not fit;
-and the kernels under Triton's CPU interpreter."""
+"""The lossless layout: every bit of every input comes back; sizes; what does not fit.
+
+In plain torch, and the kernels under Triton's CPU interpreter.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from taco_kernels import lossless
 from taco_kernels.lossless import FLAG_AT, layout_of
 from tests.kernels.interpreter import interpreted
-from tests.kernels.wires.lossless import bits, cases, check_every_bit
+from tests.kernels.wires.lossless import bits, cases, check_every_bit, expected_values
 
 SHARE = 0.07
 DTYPES = (torch.bfloat16, torch.float32)
@@ -17,54 +19,78 @@ SIZES = (1, 5, 8, 127, 128, 129, 1000, 2048, 2056, 4096, 20_000)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", SIZES)
 def test_every_bit_comes_back_or_zeros_do(numel: int, dtype: torch.dtype) -> None:
-    """Bits of rows that fit; zeros of those that overflow, whose flag and the first row's say so."""
+    """Bits of rows that fit; zeros of those that overflow, whose flag and the first row's tell."""
     layout = layout_of(numel, dtype, SHARE)
     for name, x in cases(3, numel, dtype, seed=numel):
         before = x.clone()
         payloads = lossless.encode(x, layout)
         assert payloads.shape == (3, layout.payload_bytes) and payloads.dtype == torch.uint8
         flags = payloads[:, FLAG_AT].tolist()
-        assert flags[0] == max(flags) <= (not layout.raw), name
-        expected = torch.where(payloads[:, FLAG_AT, None] == 1, torch.zeros_like(x), x)
-        assert torch.equal(bits(lossless.decode(payloads, layout)), bits(expected)), name
-        assert torch.equal(bits(x), bits(before)), name
-        into = torch.full((3, 2 * numel), 7.0, dtype=dtype)
-        assert lossless.decode(payloads, layout, into[:, :numel]).data_ptr() == into.data_ptr()
-        assert (
-            torch.equal(bits(into[:, :numel]), bits(expected)) and (into[:, numel:] == 7).all()
-        ), name
+        assert flags[0] == max(flags), name
+        assert not (layout.raw and any(flags)), "a row that is stored as it is never overflows"
+        decoded = lossless.decode(payloads, layout)
+        assert torch.equal(bits(decoded), bits(expected_values(x, payloads))), name
+        assert torch.equal(bits(x), bits(before)), "encoding leaves its input alone"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_fits(dtype: torch.dtype) -> None:
-    """Trained tensors look like Gaussian ones, with outliers, zeros and what is not finite here and there."""
+@pytest.mark.parametrize("numel", SIZES)
+def test_decode_fills_the_rows_it_is_given_and_nothing_beside_them(
+    numel: int, dtype: torch.dtype
+) -> None:
+    layout = layout_of(numel, dtype, SHARE)
+    for name, x in cases(3, numel, dtype, seed=numel):
+        payloads = lossless.encode(x, layout)
+        wide = torch.full((3, 2 * numel), 7.0, dtype=dtype)
+        result = lossless.decode(payloads, layout, wide[:, :numel])
+        assert result.data_ptr() == wide.data_ptr()
+        assert torch.equal(bits(wide[:, :numel]), bits(expected_values(x, payloads))), name
+        assert (wide[:, numel:] == 7).all(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_like_those_of_training_fit(dtype: torch.dtype) -> None:
+    """Trained tensors look like Gaussian ones, with outliers, zeros and what is not finite now and then."""
     layout = layout_of(20_000, dtype, SHARE)
-    fitting = {
-        name for name, x in cases(2, 20_000, dtype) if not lossless.encode(x, layout)[0, FLAG_AT]
+    fitting = set()
+    for name, x in cases(2, 20_000, dtype):
+        if not lossless.encode(x, layout)[0, FLAG_AT]:
+            fitting.add(name)
+    ordinary = {
+        "gaussian",
+        "zeros",
+        "negative zeros",
+        "one value",
+        "some zeros",
+        "outliers",
+        "tiny",
     }
-    wanted = {"gaussian", "zeros", "negative zeros", "one value", "some zeros", "outliers", "tiny"}
-    assert wanted | {"inf", "-inf", "nan"} <= fitting
+    assert ordinary | {"inf", "-inf", "nan"} <= fitting
     assert {"every exponent", "random bits", "one row does not fit"}.isdisjoint(fitting)
 
 
 @pytest.mark.parametrize("dtype, least", [(torch.bfloat16, 1.40), (torch.float32, 1.16)])
-def test_sizes(dtype: torch.dtype, least: float) -> None:
-    """Large rows shrink; none grows by more than the header and 15 bytes of padding, whatever it holds."""
+def test_large_rows_shrink(dtype: torch.dtype, least: float) -> None:
     layout = layout_of(2**22, dtype, SHARE)
     assert dtype.itemsize * layout.numel / layout.payload_bytes > least
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_row_grows_by_more_than_the_header_and_padding(dtype: torch.dtype) -> None:
+    """16 bytes and up to 15, whatever it holds: a payload's size depends on the row's length alone."""
     for numel in (*range(1, 3000, 7), 2**20 + 1):
         layout = layout_of(numel, dtype, SHARE)
-        assert (
-            layout.payload_bytes <= dtype.itemsize * numel + 31 and layout.payload_bytes % 16 == 0
-        )
+        assert layout.payload_bytes <= dtype.itemsize * numel + 31
+        assert layout.payload_bytes % 16 == 0
 
 
 @pytest.mark.slow
 def test_kernels_keep_every_bit() -> None:
+    """In Triton's interpreter; the number is that of the cases that were tried."""
     assert interpreted(main) == "18"
 
 
-KINDS = {
+INTERPRETED = {
     136: ("gaussian", "random bits", "negative zeros"),
     2051: (
         "gaussian",
@@ -75,6 +101,7 @@ KINDS = {
         "one row does not fit",
     ),
 }
+"""Names of cases by the length of their rows: less than a tile, and more; neither is whole groups."""
 
 
 def main() -> int:
@@ -83,9 +110,9 @@ def main() -> int:
 
     count = 0
     for dtype in DTYPES:
-        for numel, kinds in KINDS.items():
+        for numel, names in INTERPRETED.items():
             for name, x in cases(2, numel, dtype, seed=numel):
-                if name in kinds:
+                if name in names:
                     check_every_bit(launch, name, x, layout_of(numel, dtype, SHARE))
                     count += 1
     return count
