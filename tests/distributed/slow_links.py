@@ -79,12 +79,13 @@ def tell_decisions() -> None:
 
     Blocks are short.
     """
-    from megatron.compression.auto import measurement, plan
+    from megatron.compression.auto import plan, stopwatch
     from megatron.compression.auto.automatic import Automatic
     from megatron.compression.report import Reporter
 
     plan.BLOCK, plan.WARM_UP = 2, 1
-    plan.time = measurement.time = clock
+    plan.time = clock
+    stopwatch.time = clock
     begin, created, finish = Automatic._begin, Automatic.__init__, Reporter.finish
     decided = []
 

@@ -140,9 +140,11 @@ def timing_worker(rank: int, world_size: int) -> list[float]:
     import torch
     from megatron.core import parallel_state
 
-    from megatron.compression.auto.measurement import Sender, Stopwatch, dimension_config
+    from megatron.compression.auto.measurement import dimension_config
     from megatron.compression.auto.messages import MessageKind
     from megatron.compression.auto.plan import largest
+    from megatron.compression.auto.sender import Sender
+    from megatron.compression.auto.stopwatch import Stopwatch
     from megatron.compression.codecs.recipes import RECIPES
     from megatron.compression.communication.topology import find_topology
     from megatron.compression.communication.transport import Transports

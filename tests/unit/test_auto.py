@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.compression import Compression, CompressionConfig, CompressionConfigError, attach
 from megatron.compression.auto import plan
-from megatron.compression.auto.measurement import Measurement, decided_config
+from megatron.compression.auto.measurement import Candidates, Measurement, decided_config
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.plan import DimensionPlan, RunPlan, choose
 from megatron.compression.codecs.recipes import RECIPES
@@ -97,43 +97,51 @@ def decided_in_time(begin: float, costs: tuple[float, ...], *dimensions: str) ->
         now[0] += next(left)
         return 0.5
 
-    run = Measurement.__new__(Measurement)
-    run.args, run.config = megatron(cuda_graph_impl="none"), CompressionConfig(auto=dimensions)
-    run.work, run.lines, run._times = Workload(1.0, messages), [], {}
-    run.watch = Namespace(elapsed=lambda: now[0], seconds=seconds, not_captured=set())
-    run._sender = Namespace(
-        prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: ""
-    )
-
     def possible(dimension, budget):
         rules = {
-            one: {dimension: Namespace(codec=(one.name, dimension))} for one in RECIPES[dimension]
+            recipe: {dimension: Namespace(codec=(recipe.name, dimension))}
+            for recipe in RECIPES[dimension]
         }
-        return rules, ""
+        return Candidates(rules)
 
+    run = measurement(
+        megatron(cuda_graph_impl="none"),
+        CompressionConfig(auto=dimensions),
+        messages,
+        watch=Namespace(elapsed=lambda: now[0], seconds=seconds, not_captured=set()),
+    )
     run._possible = possible
     return run.decide(math.inf).dimensions, order
+
+
+def measurement(args, config, messages=(), watch=None, not_attachable=None) -> Measurement:
+    """A measurement of messages that nobody sends; rules stand for the calls that would send them."""
+    sender = Namespace(
+        prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: ""
+    )
+    watch = watch or Namespace(elapsed=lambda: 1.0, seconds=lambda *_: 0.0, not_captured=set())
+    work = Workload(1.0, tuple(messages))
+    return Measurement(args, config, work, sender, watch, not_attachable or {})
 
 
 def test_what_cannot_be_combined_is_a_line():
     """Not an error: experts of the flex dispatcher, Transformer Engine's ring, FSDP2, even for no gain."""
     settings = dict(moe_token_dispatcher_type="flex", transformer_impl="transformer_engine")
     args = parsed("--compression", "auto", **{**USED, **settings})
-    run = Measurement.__new__(Measurement)
-    run.args, run.config, run._not_attachable, run._times = args, resolve(args), {}, {}
-    run.work, run.watch = Workload(1.0, ()), Namespace(elapsed=lambda: 1.0, not_captured=set())
-    run.lines = []
-    one, other = run.decide(0.0).dimensions
+    one, other = measurement(args, resolve(args)).decide(0.0).dimensions
     assert (one.dimension, one.name, one.link) == ("expert_parallel", "none", "not timed")
     assert "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens" in one.why
     assert (
         other.dimension == "context_parallel"
         and "keys and values on in a ring of its own" in other.why
     )
-    run.args = parsed("--compression", "auto", use_torch_fsdp2=True, data_parallel_size=2)
+
+
+def test_fsdp2_is_not_timed():
+    args = parsed("--compression", "auto", use_torch_fsdp2=True, data_parallel_size=2)
     message = MessageKind("data_parallel", "dp.gradient", "all_reduce", (4,), torch.float32, 1.0)
-    run.config, run.work, run._times = resolve(run.args), Workload(1.0, (message,)), {message: 0.0}
-    assert "--use-torch-fsdp2 is not timed" in run._worth_timing("data_parallel", 1.0, 0.1)[1]
+    (plan,) = measurement(args, resolve(args), [message]).decide(0.1).dimensions
+    assert plan.name == "none" and "--use-torch-fsdp2 is not timed" in plan.why
 
 
 def test_layers_that_send_in_another_way_are_named():

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression.auto import measurement, plan
+from megatron.compression.auto import plan, stopwatch
 from megatron.compression.auto.automatic import LOOKED_AT, Automatic
-from megatron.compression.auto.measurement import Measurement, Stopwatch
-from megatron.compression.auto.messages import MessageKind
+from megatron.compression.auto.measurement import Measurement
+from megatron.compression.auto.messages import MessageKind, Workload
+from megatron.compression.auto.stopwatch import Stopwatch
 from megatron.compression.compression import Compression
+from megatron.compression.config import CompressionConfig
 from megatron.compression.flags import resolve
 from tests.unit.megatron_args import parsed
 from tests.unit.test_auto import one_plan
@@ -60,8 +62,8 @@ def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other)
         calls.clear()
         into[:] = own, other
 
-    monkeypatch.setattr(measurement, "time", Namespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(measurement, "largest", lambda *values: list(values))
+    monkeypatch.setattr(stopwatch, "time", Namespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(stopwatch, "largest", lambda *values: list(values))
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
@@ -78,25 +80,34 @@ def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other)
 @pytest.mark.parametrize(("graphs", "captured"), [("none", 0), ("local", 1), ("full_iteration", 3)])
 def test_messages_that_a_graph_holds(graphs, captured) -> None:
     """Graphs of layers do not hold gradients, nor without ``moe`` among their modules experts' tokens."""
-    run, found = Measurement.__new__(Measurement), []
-    run.args = Namespace(cuda_graph_impl=graphs, cuda_graph_modules=["attn"])
-    run._sender = Namespace(sends=lambda message, rule: message.dimension)
-    run.watch = Namespace(seconds=lambda dimension, in_graph: found.extend([dimension] * in_graph))
+    args = Namespace(cuda_graph_impl=graphs, cuda_graph_modules=["attn"])
+    sender = Namespace(sends=lambda message, rule: message.dimension)
+    in_graphs = []
+
+    def seconds(dimension: str, in_graph: bool) -> float:
+        if in_graph:
+            in_graphs.append(dimension)
+        return 1.0
+
+    watch = Namespace(seconds=seconds)
+    run = Measurement(args, CompressionConfig(), Workload(1.0, ()), sender, watch, {})
     dimensions = ["tensor_parallel", "data_parallel", "expert_parallel"]
     for dimension in dimensions:
         run._seconds(MessageKind(dimension, "", "all_reduce", (4,), torch.float32, 1.0))
-    assert found == dimensions[:captured]
+    assert in_graphs == dimensions[:captured]
 
 
 def test_lossless_is_no_choice_in_graphs() -> None:
     """It is off there, so that a plan would promise what nobody compresses."""
-    run = Measurement.__new__(Measurement)
-    run.args, run._not_attachable = parsed("--compression", "auto"), {}
-    run.config = resolve(run.args)
-    assert [one.name for one in run._possible("tensor_parallel", 0.0)[0]] == ["lossless"]
-    run.args.cuda_graph_impl = "full_iteration"
-    expected = {}, "not possible: --cuda-graph-impl full_iteration switches lossless off"
-    assert run._possible("tensor_parallel", 0.0) == expected
+    args = parsed("--compression", "auto")
+    run = Measurement(args, resolve(args), Workload(1.0, ()), Namespace(), Namespace(), {})
+    candidates = run._possible("tensor_parallel", 0.0)
+    assert [recipe.name for recipe in candidates.rules] == ["lossless"]
+    args.cuda_graph_impl = "full_iteration"
+    candidates = run._possible("tensor_parallel", 0.0)
+    assert not candidates.rules
+    reason = "not possible: --cuda-graph-impl full_iteration switches lossless off"
+    assert candidates.reason == reason
 
 
 @pytest.fixture

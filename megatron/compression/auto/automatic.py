@@ -112,7 +112,7 @@ class Automatic:
         dist.broadcast_object_list(kept, src=0)
         if kept[0] is not None:
             return kept[0]
-        measurement = Measurement(self.args, self.compression, self.flops(), chunks)
+        measurement = Measurement.of_run(self.args, self.compression, self.flops(), chunks)
         measured = [measurement.decide(self._budget)]
         for line in measurement.lines:
             self._tell(line)
