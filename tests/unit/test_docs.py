@@ -308,10 +308,12 @@ def test_pre_commit_runs_tools_of_the_environment():
     config = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
     [repo] = config["repos"]
     assert repo["repo"] == "local"
-    tools = {hook["entry"].split()[0] for hook in repo["hooks"]}
-    assert tools == {"ruff", "mypy", "pydoclint"}
-    assert all(hook["language"] == "system" for hook in repo["hooks"])
-    assert all(f'"{tool}"' in (REPO / "setup.py").read_text() for tool in (*tools, "pre-commit"))
+    setup = (REPO / "setup.py").read_text()
+    assert [hook["id"] for hook in repo["hooks"]] == ["ruff", "ruff-format", "mypy", "pydoclint"]
+    for hook in repo["hooks"]:
+        tool = hook["id"].removesuffix("-format")
+        assert hook["language"] == "system" and tool in hook["entry"] and f'"{tool}"' in setup
+    assert '"pre-commit"' in setup
 
 
 def test_issue_templates_are_forms():
