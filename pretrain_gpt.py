@@ -5,12 +5,12 @@
 
 def main() -> None:
     """Parse the command line, then train. Bad input ends the run with one line."""
-    from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
+    from megatron.compression.frontends import megatron_lm
 
-    startup.prepare()  # before megatron.training is imported
+    megatron_lm.prepare()  # before megatron.training is imported
 
-    from megatron.compression.startup import entrypoint
+    from megatron.compression.frontends.megatron_lm import entrypoint
 
     with one_line_errors():
         entrypoint.run(entrypoint.parse_arguments())

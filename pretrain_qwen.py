@@ -9,21 +9,23 @@ from argparse import ArgumentParser
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add all flags that are not Megatron's: --qwen-model, and those of compression."""
+    from megatron.compression.frontends.megatron_lm.enable import (
+        add_arguments as add_compression_arguments,
+    )
     from megatron.compression.huggingface.models import add_qwen_arguments
-    from megatron.compression.setup import add_arguments as add_compression_arguments
 
     return add_qwen_arguments(add_compression_arguments(parser))
 
 
 def main() -> None:
     """Replace `--qwen-model` by the flags of that model, then train. Bad input ends the run with one line."""
-    from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
+    from megatron.compression.frontends import megatron_lm
 
-    startup.prepare()  # before megatron.training is imported
+    megatron_lm.prepare()  # before megatron.training is imported
 
+    from megatron.compression.frontends.megatron_lm import entrypoint
     from megatron.compression.huggingface.models import expand
-    from megatron.compression.startup import entrypoint
 
     with one_line_errors():
         # --help shows --qwen-model as it is.

@@ -227,10 +227,10 @@ def train(change: Callable) -> None:
         change: called before ``pretrain`` with Megatron's arguments, what ``compression.enable`` returned,
             and the model's config.
     """
-    from megatron.compression import startup
     from megatron.compression.errors import one_line_errors
+    from megatron.compression.frontends import megatron_lm
 
-    startup.prepare()  # before megatron.training is imported
+    megatron_lm.prepare()  # before megatron.training is imported
 
     from megatron.core.enums import ModelType
     from megatron.training import training
@@ -239,13 +239,13 @@ def train(change: Callable) -> None:
         pretrain_cfg_container_from_args,
     )
 
-    from megatron.compression import setup
-    from megatron.compression.startup import entrypoint
+    from megatron.compression import enable
+    from megatron.compression.frontends.megatron_lm import entrypoint
 
     with one_line_errors():
         args = entrypoint.parse_arguments()
         model_config = gpt_config_from_args(args)
-        compression = setup.enable(args, model_config)
+        compression = enable(args, model_config)
         change(args, compression, model_config)
         container = pretrain_cfg_container_from_args(args, model_config)
 

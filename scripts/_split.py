@@ -37,7 +37,7 @@ def install() -> None:
         ("reduce_scatter_tensor", split_reduce_scatter),
         ("all_to_all_single", split_all_to_all),
     ):
-        symbols.replace(dist, name, ("group", "async_op"), wrap)
+        symbols.replace(dist, name, ("group", "async_op"), wrap, lasting=True)
     names = {
         "dist_all_gather_func": split_all_gather,
         "dist_reduce_scatter_func": split_reduce_scatter,
@@ -48,7 +48,7 @@ def install() -> None:
         symbols.put(
             param_and_grad_buffer, name, wrap(getattr(function, "__wrapped__", function)), why
         )
-    symbols.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing)
+    symbols.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing, lasting=True)
 
 
 class _Collected:

@@ -21,10 +21,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = (
     ""  # a conversion only moves bytes: host memory holds larger models
 )
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron.compression import startup
 from megatron.compression.errors import InputError, one_line_errors
+from megatron.compression.frontends import megatron_lm
 
-startup.prepare()  # before megatron.training is imported
+megatron_lm.prepare()  # before megatron.training is imported
 
 import torch  # noqa: E402
 from megatron.core.dist_checkpointing import load_common_state_dict  # noqa: E402

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         reduce_scatter,
     )
     from megatron.compression.communication.ledger import Ledger
-    from megatron.compression.compression import Compression, attach
     from megatron.compression.config import CompressionConfig
     from megatron.compression.context_parallel.config import ContextParallelConfig
     from megatron.compression.data_parallel.compressor import (
@@ -35,13 +34,16 @@ if TYPE_CHECKING:
     from megatron.compression.data_parallel.config import DataParallelConfig
     from megatron.compression.errors import CompressionConfigError
     from megatron.compression.expert_parallel.config import ExpertParallelConfig
+    from megatron.compression.frontends.megatron_lm.enable import add_arguments, enable
+    from megatron.compression.frontends.own_loop import attach
     from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-    from megatron.compression.setup import add_arguments, enable
+    from megatron.compression.session import Host, Session
     from megatron.compression.tensor_parallel.config import TensorParallelConfig
 
-_PLACES = {
-    "setup": ("add_arguments", "enable"),
-    "compression": ("Compression", "attach"),
+_NAMES = {
+    "frontends.megatron_lm.enable": ("add_arguments", "enable"),
+    "frontends.own_loop": ("attach",),
+    "session": ("Host", "Session"),
     "config": ("CompressionConfig",),
     "tensor_parallel.config": ("TensorParallelConfig",),
     "pipeline_parallel.config": ("PipelineParallelConfig",),
@@ -55,12 +57,18 @@ _PLACES = {
     "communication.ledger": ("Ledger",),
     "data_parallel.compressor": ("GradientBucket", "GradientCompressor", "GradientSync"),
 }
-_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+"""Names that are offered here, by the module that defines them."""
+
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
 
 
+_FORMER_NAMES = {"Compression": "Session"}
+
+
 def __getattr__(name: str) -> Any:
+    name = _FORMER_NAMES.get(name, name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -25,19 +25,19 @@ def main() -> None:
     """Give the script our flags, and its ``pretrain`` our hooks; then run it as it is."""
     with one_line_errors():
         script = script_of(sys.argv[1:])
-    from megatron.compression import startup
+    from megatron.compression.frontends import megatron_lm
 
-    startup.prepare()  # before megatron.training is imported
+    megatron_lm.prepare()  # before megatron.training is imported
 
     from megatron.training import get_args
 
+    from megatron.compression.frontends.megatron_lm.enable import add_arguments, enable
     from megatron.compression.patches import loop
-    from megatron.compression.setup import add_arguments, enable
 
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
     loop.with_extra_arguments(add_arguments)
-    loop.around_pretrain(lambda container, _: enable(get_args(), container.model))
+    loop.before_pretrain(lambda container: enable(get_args(), container.model))
     with one_line_errors():
         runpy.run_path(script, run_name="__main__")
 

@@ -7,13 +7,16 @@ A replay sends what its capture sent, so decisions are made before a capture. Gr
 
 from argparse import Namespace
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.compression.communication.site import Run
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.patches import loop
+from megatron.compression.patches import loop, running
+
+if TYPE_CHECKING:
+    from megatron.compression.session import Session
 
 FULL = "--cuda-graph-impl full_iteration"
 
@@ -112,52 +115,85 @@ def lines(args: Namespace, config: Any) -> list[str]:
     return [report] if config.report else []
 
 
-def follow(args: Namespace, run: Run, say: Callable[[str], None]) -> None:
-    """Have a run's graphs follow what is decided and measured; ``say`` prints a line, on every rank."""
+def follow(session: "Session") -> "WholeIterations | None":
+    """Have a run's CUDA graphs follow what is decided and measured.
+
+    Returns:
+        What follows graphs of whole iterations; None: the run has none.
+
+    Raises:
+        CompressionConfigError: another open session has graphs of whole iterations. megatron-core keeps them
+            on its class, so the two would replay each other's.
+    """
+    args = session.host.arguments
     if args.cuda_graph_impl != "none":
-        run.policy.meter.also_first = True
-    if whole_iterations(args):
-        loop.around_whole_iterations(WholeIterations(run, say).one_pass)
+        session.run.policy.meter.also_first = True
+    if not whole_iterations(args):
+        return None
+    for run in running.open_runs():
+        if run is not session.run and getattr(run.session, "whole_iterations", None) is not None:
+            raise CompressionConfigError(
+                f"{FULL} is in use by another model of this process, and megatron-core keeps one set of "
+                "graphs; use --cuda-graph-impl local or none for one of the two"
+            )
+    loop.around_whole_iterations()
+    return WholeIterations(session.run, session.host.log)
 
 
 class WholeIterations:
-    """Wraps ``FullCudaGraphWrapper``: captures anew where decisions have changed, and measures."""
+    """Stands for the passes of a ``FullCudaGraphWrapper``: captures anew where decisions have changed, and
+    measures.
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        self._run, self._say = run, say
+    Args:
+        run: the run whose decisions graphs hold.
+        log: prints a line; called on every rank.
+    """
+
+    def __init__(self, run: Run, log: Callable[[str], None]) -> None:
+        self._run = run
+        self._log = log
         self._known: dict[str, Hashable] = {}
+        """What the graphs were captured with: by stage the size of its passes; the policy's circumstances."""
 
     def one_pass(self, run_pass: Callable[..., Any], wrapper: Any, **arguments: Any) -> Any:
-        """One pass, or one replay, by megatron-core's wrapper; the same on all ranks."""
+        """Run, capture or replay one pass by megatron-core's wrapper; the same on all ranks.
+
+        Args:
+            run_pass: megatron-core's own method.
+            wrapper: the ``FullCudaGraphWrapper``. It counts passes by stage in ``curr_iteration``; the one
+                with the number of its warm-up steps is captured, and those after it are replayed.
+            arguments: the pass's.
+        """
         stage = "validation" if arguments["forward_only"] else "training"
-        policy, passes, warm_up = (
-            self._run.policy,
-            wrapper.curr_iteration,
-            wrapper.cuda_graph_warmup_steps,
-        )
-        # One at least runs without a graph: what is sent for the first time sets up its kernels.
+        policy = self._run.policy
+        passes = wrapper.curr_iteration
+        warm_up = wrapper.cuda_graph_warmup_steps
+        # One pass at least runs without a graph: what is sent for the first time sets up its kernels.
         first = min(0, warm_up - 1)
         if stage not in self._known:
             passes[stage] += first
-        given = arguments["num_microbatches"], arguments.get("force_all_reduce")
-        now = {stage: given, "decisions": policy.circumstances()}
-        changed = any(self._known.get(name, one) != one for name, one in now.items())
+        size = arguments["num_microbatches"], arguments.get("force_all_reduce")
+        now = {stage: size, "decisions": policy.circumstances()}
+        changed = any(self._known.get(name, value) != value for name, value in now.items())
         self._known |= now
         if changed:
             reset(wrapper)
-            passes.update(dict.fromkeys(passes, first))
-            begun = f"from iteration {policy.iteration() + 1} on {stage} sends otherwise"
-            self._say(f"compression: {begun}: CUDA graphs are captured again")
+            for name in passes:
+                passes[name] = first
+            self._log(
+                f"compression changes at iteration {policy.iteration() + 1} ({stage}): capturing CUDA graphs "
+                "again"
+            )
         elif (
             stage == "training"
             and policy.meter.bound
             and policy.meter.ends_interval(policy.iteration())
         ):
+            # This pass measures, so it neither captures nor replays; its memory is that of the graphs.
             done = {name: min(number, warm_up) for name, number in passes.items()}
-            reset(wrapper)  # their memory is that of the iteration which measures
-            passes.update(
-                done | {stage: min(done[stage], warm_up - 1)}
-            )  # neither captures nor replays
+            reset(wrapper)
+            passes.update(done)
+            passes[stage] = min(done[stage], warm_up - 1)
         return run_pass(wrapper, **arguments)
 
 

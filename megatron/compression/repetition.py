@@ -7,6 +7,7 @@ random state, lossless codecs off, and its gradients are the exact ones.
 
 from argparse import Namespace
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron.compression.communication.overflow import State
 from megatron.compression.communication.site import Run
@@ -15,20 +16,29 @@ from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.errors import SettingError
 from megatron.compression.patches import loop
 
-LEAST_PAUSE, LONGEST_PAUSE = 8, 1024
+if TYPE_CHECKING:
+    from megatron.compression.session import Session
+
+LEAST_PAUSE = 8
+LONGEST_PAUSE = 1024
 """Steps without lossless codecs after a repeated one, twice as many after each further one in a row."""
 
 
 class Repetition:
     """Decides in which steps lossless codecs are on, and which are repeated."""
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        self._run, self._say = run, say
-        self._pause, self._left = LEAST_PAUSE, 0
+    def __init__(self, run: Run, log: Callable[[str], None]) -> None:
+        self._run = run
+        self._log = log
+        self._pause = LEAST_PAUSE
+        """Steps without lossless codecs after the next repeated one."""
+        self._left = 0
+        """Steps of the present pause that are still to come."""
         self._forget: Callable[[], None] = lambda: None
+        """Forgets what the meter has measured since ``begin``."""
 
     def begin(self) -> None:
-        """A step's first pass begins."""
+        """Note that a step's first pass begins."""
         if self._left:
             self._left -= 1
             self._run.overflow.state = State.OFF
@@ -37,7 +47,7 @@ class Repetition:
         self._run.overflow.begin()
 
     def end(self) -> bool:
-        """A pass has ended. Whether to repeat it. Collective over all ranks of the job."""
+        """Return whether to repeat the pass that has ended. Collective over all ranks of the job."""
         overflow = self._run.overflow
         if overflow.state is State.OFF:
             overflow.state = State.ASKED
@@ -47,8 +57,9 @@ class Repetition:
             return False
         self._forget()
         overflow.state = State.OFF
-        self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
-        self._say(
+        self._left = self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._log(
             f"compression: iteration {self._run.policy.iteration() + 1} is repeated uncompressed: lossless "
             f"payloads overflowed; the next {self._left} iterations are uncompressed too "
             "(lossless:escapes=0.12 has more room)"
@@ -56,31 +67,45 @@ class Repetition:
         return True
 
 
-def attach(
-    args: Namespace, config: CompressionConfig, run: Run, say: Callable[[str], None]
-) -> None:
-    """Have training passes repeated in a run that has a lossless codec; else do nothing."""
-    rules = run.policy.rules.items()  # updated weights are asked about at the optimizer's step
-    codecs = [codec for name, rule in rules if name != "dp.weight" for codec in rule.codecs]
+def follow(session: "Session") -> Repetition | None:
+    """Have training passes repeated in a run with a lossless codec, where they can be.
+
+    Returns:
+        What decides which passes are repeated; None: no codec overflows, or passes cannot be repeated, which
+        is logged.
+
+    Raises:
+        CompressionConfigError: lossless codecs between stages, and passes cannot be repeated.
+    """
+    config, run, log = session.config, session.run, session.host.log
+    arguments = session.host.arguments
+    codecs = []
+    for traffic, rule in run.policy.rules.items():
+        if traffic != "dp.weight":  # updated weights are asked about at the optimizer's step
+            codecs += rule.codecs
     if not any(getattr(codec, "lossless", False) for codec in codecs):
-        return
-    if args.cuda_graph_impl != "none":
+        return None
+    if arguments.cuda_graph_impl != "none":
         run.overflow.state = State.OFF
-        say(
+        log(
             "compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed"
         )
-        return
-    if reason := why_not(args, config, run):
+        return None
+    reason = why_not(arguments, config, run)
+    if reason:
         refuse_stages(config, reason)
-        say(f"compression: lossless: the host waits before each message, since {reason}")
-        return
-    repetition = Repetition(run, say)
-    loop.repeat_passes(repetition.begin, repetition.end)
+        log(f"compression: lossless: the host waits before each message, since {reason}")
+        return None
+    loop.repeat_passes()
+    return Repetition(run, log)
 
 
 def refuse_stages(config: CompressionConfig, reason: str) -> None:
-    """Raises: CompressionConfigError: lossless codecs between stages; no pass can be repeated, for a
-    reason."""
+    """Refuse lossless codecs between stages where no pass can be repeated, for a reason.
+
+    Raises:
+        CompressionConfigError: there are some.
+    """
     stages = config.pipeline_parallel
     if any(
         codec is not None and codec.lossless
@@ -95,7 +120,13 @@ def refuse_stages(config: CompressionConfig, reason: str) -> None:
 
 
 def why_not(args: Namespace, config: CompressionConfig, run: Run) -> str | None:
-    """Why a pass cannot be repeated: what it changes other than gradients. None if it can."""
+    """Return why a pass cannot be repeated: what it changes other than gradients. None if it can.
+
+    Args:
+        args: Megatron's.
+        config: the run's settings.
+        run: its policy says what compresses gradients, which may remember them.
+    """
     gradients = run.policy.rule("dp.gradient").codec
     if gradients is not None and not isinstance(gradients, CodecGradients):
         return f"--dp-compression {gradients.name} may remember gradients"

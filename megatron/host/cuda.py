@@ -232,12 +232,12 @@ def _install_tensors() -> None:
                 )
     _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
     for name in FACTORIES:
-        replace(torch, name, (), _on_cpu)
+        replace(torch, name, (), _on_cpu, lasting=True)
     tensor = torch.Tensor
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
-        replace(tensor, name, (), _on_cpu)
-    around(tensor, "to", (), _to_cpu)
-    around(tensor, "type", (), _type_on_gpu)
+        replace(tensor, name, (), _on_cpu, lasting=True)
+    around(tensor, "to", (), _to_cpu, lasting=True)
+    around(tensor, "type", (), _type_on_gpu, lasting=True)
     # Module.cuda() goes through Tensor.cuda(); both mean "where it is already".
     put(tensor, "cuda", lambda self, *args, **kwargs: self, "it is on the device")
     put(tensor, "pin_memory", lambda self, *args, **kwargs: self, "there is nothing to pin for")

@@ -51,7 +51,11 @@ def install_core() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     around(
-        token_dispatcher, "maybe_move_tensor_to_cpu", ("tensor", "as_numpy"), _as_numpy_from_here
+        token_dispatcher,
+        "maybe_move_tensor_to_cpu",
+        ("tensor", "as_numpy"),
+        _as_numpy_from_here,
+        lasting=True,
     )
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
 
@@ -80,11 +84,11 @@ def _load(name: str):
 def install() -> None:
     """Replace Megatron's own symbols; loads megatron.training on the way."""
     training = _load("megatron.training.training")
-    around(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda)
+    around(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda, lasting=True)
     # It warms up functions that are not compiled here, and draws random numbers, how many depends on the
     # tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
     put(training, "set_jit_fusion_options", lambda tp_size=None: None, "nothing is compiled")
-    around(training, "build_pretraining_data_loader", (), _with_own_generator)
+    around(training, "build_pretraining_data_loader", (), _with_own_generator, lasting=True)
     install_core()
 
 

@@ -43,9 +43,38 @@ def observe(observer: GraphObserver) -> None:
     graphs = torch.cuda.CUDAGraph
     if graphs not in _observers:
         _observers[graphs] = []
+        originals = {name: getattr(graphs, name) for name in _METHODS}
         _change(graphs, _observers[graphs])
+        for name, original in originals.items():
+            setattr(getattr(graphs, name), _OURS, original)
     if observer not in _observers[graphs]:
         _observers[graphs].append(observer)
+
+
+def ignore(observer: GraphObserver) -> None:
+    """Tell ``observer`` of nothing more. The last one leaves the methods of the class as they were."""
+    graphs = torch.cuda.CUDAGraph
+    observers = _observers.get(graphs)
+    if observers is None:
+        return
+    if observer in observers:
+        observers.remove(observer)
+    methods = {name: getattr(graphs, name) for name in _METHODS}
+    # Where somebody else has put a wrapper over ours, both are left alone.
+    if not observers and all(_is_ours(method) for method in methods.values()):
+        for name, method in methods.items():
+            setattr(graphs, name, getattr(method, _OURS))
+        del _observers[graphs]
+
+
+def _is_ours(method: Callable) -> bool:
+    """Return whether a method is a replacement itself: a wrapper over one has copied its attributes."""
+    return getattr(method, _OURS, None) is getattr(method, "__wrapped__", method)
+
+
+_METHODS = ("capture_begin", "capture_end", "replay")
+_OURS = "_observed_original"
+"""Attribute of a replaced method: the original."""
 
 
 def _change(graphs: type, observers: list[GraphObserver]) -> None:

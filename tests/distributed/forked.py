@@ -42,11 +42,11 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
     """
     from megatron.core import parallel_state
 
-    from megatron.compression.compression import Compression
     from megatron.compression.report import Reporter
+    from megatron.compression.session import Session
 
     result, held = RankResult(), {}
-    attach_model = Compression.attach_model
+    attach_model = Session.attach_model
     on_training_log, after_evaluate = Reporter.on_training_log, Reporter.after_evaluate
 
     def attaching(self, chunks):
@@ -68,7 +68,7 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
             result.validation.append(float(losses["lm loss"]))
         after_evaluate(self, losses)
 
-    Compression.attach_model = attaching
+    Session.attach_model = attaching
     Reporter.on_training_log, Reporter.after_evaluate = logging, evaluated
 
     def finish() -> None:

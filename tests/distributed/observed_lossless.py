@@ -17,20 +17,20 @@ import torch
 
 
 def main() -> None:
-    from megatron.compression import startup
+    from megatron.compression.frontends import megatron_lm
 
-    startup.prepare()
+    megatron_lm.prepare()
 
     from megatron.training import get_args
 
     from megatron.compression.communication.transport import TorchTransport
-    from megatron.compression.compression import Compression
     from megatron.compression.data_parallel import weights
+    from megatron.compression.session import Session
 
     passes, asked = Counter(), Counter()
     rank, _, poisoned = os.environ.get("POISON", "").partition(" ")
     poisoned = poisoned if rank == os.environ["RANK"] else ""
-    any_rank, attach_wrapped = TorchTransport.any_rank, Compression.attach_wrapped
+    any_rank, attach_wrapped = TorchTransport.any_rank, Session.attach_wrapped
     training = None
 
     def iteration() -> int:
@@ -65,7 +65,7 @@ def main() -> None:
                         )
         return attach_wrapped(self, chunks)
 
-    TorchTransport.any_rank, Compression.attach_wrapped = ask, attach
+    TorchTransport.any_rank, Session.attach_wrapped = ask, attach
     runpy.run_path(str(Path(__file__).parents[2] / "pretrain_gpt.py"), run_name="__main__")
     print("observed", json.dumps({"passes": passes, "asked": asked}), flush=True)
 

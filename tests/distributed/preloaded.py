@@ -5,12 +5,15 @@ import functools
 import gc
 import importlib
 
-from megatron.compression import startup
+from megatron.compression.frontends import megatron_lm
 
-startup.prepare()
+megatron_lm.prepare()
 
 for name in (
-    *("megatron.compression.startup.entrypoint", "megatron.compression.huggingface.weights"),
+    *(
+        "megatron.compression.frontends.megatron_lm.entrypoint",
+        "megatron.compression.huggingface.weights",
+    ),
     # what Megatron and torch load while a run goes on
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",

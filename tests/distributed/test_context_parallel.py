@@ -75,9 +75,9 @@ def run_of(codec: Codec | None, transport: str) -> Run:
 def attention_worker(rank: int, world_size: int, transport: str = "collective") -> dict:
     """For each mask and each of fp64's codecs the largest difference from one process; in bf16 the bits of
     each codec; ledgers and what torch.distributed was given."""
-    from megatron.compression import startup
+    from megatron.compression.frontends import megatron_lm
 
-    startup.prepare()
+    megatron_lm.prepare()
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron.compression.context_parallel.gather import chunks_of, distributed, in_order

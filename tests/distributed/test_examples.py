@@ -70,8 +70,8 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron.compression.flags import resolve
+    from megatron.compression.frontends.megatron_lm.enable import adapt_arguments, add_arguments
     from megatron.compression.huggingface.models import add_qwen_arguments, expand
-    from megatron.compression.setup import adapt_arguments, add_arguments
 
     results = {}
     for name, words in lines.items():

@@ -96,7 +96,7 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
                 expert_parallel=ExpertParallelConfig(compression=codec),
                 **seen,
             )
-            compression = attach([model], config, say=lambda line: None)
+            compression = attach([model], config, log=lambda line: None)
             with TransportAudit() as audit:
                 losses[codec], gradients[codec] = _pass(
                     model, rank // sizes[0], few="without" in layout

@@ -55,8 +55,8 @@ def replaced():
             if callable(value) and not isinstance(value, type) and not name.startswith("_")}
 import megatron.core.optimizer.distrib_optimizer as module
 before = replaced()
-from megatron.compression import startup
-startup.prepare()
+from megatron.compression.frontends import megatron_lm
+megatron_lm.prepare()
 seen["installed"] = host.install()
 after = replaced()
 seen["changed"] = sorted(key[1] for key, value in before.items() if after.get(key) != value)

@@ -190,8 +190,8 @@ def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str,
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron.compression.flags import resolve
+    from megatron.compression.frontends.megatron_lm.enable import adapt_arguments, add_arguments
     from megatron.compression.huggingface.models import add_qwen_arguments, expand
-    from megatron.compression.setup import adapt_arguments, add_arguments
 
     def arguments(parser):
         return add_qwen_arguments(add_arguments(parser))

@@ -224,8 +224,10 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     policy = Policy(config.rules(int(codec == "warm-up")), ledger)
     run = Run(policy, ledger)
     overflow = run.overflow
-    exchange = PipelineParallel(config, run).exchange
+    pipeline = PipelineParallel(config, run)
+    exchange = pipeline.exchange
     model = _build(rank, case)
+    pipeline.attach(model)
     losses, repeated = [], False
     step = get_forward_backward_func()
 

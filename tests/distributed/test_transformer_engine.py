@@ -90,7 +90,6 @@ def test_who_defers_weight_gradients(config: dict) -> None:
     from megatron.compression.transformer_engine.hooks import TransformerEngineLayers
 
     layers, module, own = TransformerEngineLayers(run_with("int8")), torch.nn.Module(), object()
-    layers._patched = True
     vars(module).update(
         tp_group=None, parallel_mode="row", sequence_parallel=False, wgrad_store=own
     )
@@ -211,6 +210,7 @@ def late_worker(rank: int, world_size: int) -> None:
         for sequence_parallel in (False, True):
             model = Model(rank, group, sequence_parallel=sequence_parallel, fuse=True)
             engine = TransformerEngineLayers(run_with("identity"))
+            engine.follow_engine()
             order = []
             launch = engine.weight_gradients.compute_one
             engine.weight_gradients.compute_one = partial(noting_launch, launch, order)

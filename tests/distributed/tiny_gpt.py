@@ -123,7 +123,7 @@ def build_gpt(
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-    from megatron.compression.setup import gpt_layer_spec
+    from megatron.compression.frontends.megatron_lm.enable import gpt_layer_spec
 
     config = GPTModelConfig(
         transformer=transformer,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron.compression import Compression, CompressionConfig, CompressionConfigError, attach
+from megatron.compression import CompressionConfig, CompressionConfigError, Session, attach
 from megatron.compression.auto import plan
 from megatron.compression.auto.measurement import Candidates, Measurement, decided_config
 from megatron.compression.auto.messages import MessageKind, Workload
@@ -155,7 +155,7 @@ def test_layers_that_send_in_another_way_are_named():
         torch.nn.Identity(),
     )
     chunk = torch.nn.ModuleDict({"mlp": experts, "attention": attention})
-    compression = Compression(CompressionConfig())
+    compression = Session(CompressionConfig())
     hooks = compression.dimensions
     for name, said in (
         ("expert_parallel", "mlp: Namespace sends in a way of its own; use --moe-token-"),
@@ -306,7 +306,7 @@ class TestKept:
     def test_every_dimension_is_adopted(self):
         """What is kept becomes settings, without what the check has switched off."""
         args = parsed("--compression", "auto", **USED, use_distributed_optimizer=True)
-        compression, kept = Compression(resolve(args)), one_plan().dimensions
+        compression, kept = Session(resolve(args)), one_plan().dimensions
         others = {
             "expert_parallel": "int8",
             "context_parallel": "lossless",

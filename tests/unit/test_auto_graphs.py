@@ -13,9 +13,9 @@ from megatron.compression.auto.automatic import LOOKED_AT, Automatic
 from megatron.compression.auto.measurement import Measurement
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.stopwatch import Stopwatch
-from megatron.compression.compression import Compression
 from megatron.compression.config import CompressionConfig
 from megatron.compression.flags import resolve
+from megatron.compression.session import Session
 from tests.unit.megatron_args import parsed
 from tests.unit.test_auto import one_plan
 
@@ -117,9 +117,11 @@ def begun(monkeypatch):
 
     def begin(graphs: str, *flags: str, **megatron) -> tuple[Automatic, list[str]]:
         args, said = parsed("--compression", "auto", *flags, save=None, **megatron), []
-        compression = Compression(resolve(args))
+        session = Session(resolve(args))
+        session.host.arguments = args
         args.cuda_graph_impl, args.cuda_graph_warmup_steps = graphs, 2
-        run = Automatic(args, compression, lambda: 1.0, said.append, lambda _: None)
+        session.host.log = said.append
+        run = Automatic(session, lambda: 1.0)
         run._begin(one_plan())
         return run, said
 
@@ -141,8 +143,9 @@ def test_iterations_that_are_compared(begun, graphs, length) -> None:
 def test_nothing_is_measured_while_iterations_are_compared(begun) -> None:
     """It would be timed, and in graphs of whole iterations run without one."""
     run, _ = begun("full_iteration", "--compression-error-bound", "0.1")
-    run.compression.on_training_log(1, log_interval=10)
-    assert run.compression.run.policy.meter.interval == 0
+    run.session.host.log_interval = 10
+    run.session.iteration_ends(1, {})
+    assert run.session.run.policy.meter.interval == 0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_graphs_are_recommended_where_the_gpu_waits_for_the_host(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Namespace(query=lambda: idle))
-    monkeypatch.setattr(run.compression, "attach_model", lambda chunks: chunks)
+    monkeypatch.setattr(run.session, "attach_dimensions", lambda chunks: chunks)
     layer = TransformerLayer.__new__(TransformerLayer)
     torch.nn.Module.__init__(layer)
     run.attach_model([torch.nn.ModuleList([layer])])

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.compression import CompressionConfigError, bridge
+from megatron.compression import CompressionConfigError
+from megatron.compression.frontends import bridge
 
 
 def container(model_config: bool = False, **changes) -> SimpleNamespace:

@@ -19,8 +19,8 @@ from megatron import compression
 from megatron.compression.codecs import CODECS, parse_codec, recipes
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.flags import REMOVED, add_flags
+from megatron.compression.frontends.megatron_lm.enable import add_arguments
 from megatron.compression.huggingface.models import add_qwen_arguments
-from megatron.compression.setup import add_arguments
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]

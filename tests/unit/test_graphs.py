@@ -17,7 +17,7 @@ from megatron.compression.communication.site import Run
 from megatron.compression.data_parallel.hooks import CompressedBucketGroup
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
-from megatron.compression.patches import loop
+from megatron.compression.patches import loop, running
 from tests.unit.megatron_args import experts, parsed
 
 SENT = ("tp.forward", "compressed", "all_to_all")
@@ -149,9 +149,11 @@ def _training(
         "Patched", (Wrapper,), {"__call__": Wrapper.__call__}
     )  # each test patches its own
     monkeypatch.setattr(full_cuda_graph, "FullCudaGraphWrapper", wrapper)
-    loop.around_whole_iterations(
-        graphs.WholeIterations(Run(policy, ledger), lambda line: None).one_pass
-    )
+    run = Run(policy, ledger)
+    follower = graphs.WholeIterations(run, lambda line: None)
+    run.session = SimpleNamespace(run=run, whole_iterations=follower)
+    running.open_run(run)
+    loop.around_whole_iterations()
     passes = wrapper(warm_up)
     done = []
     for now.iteration in range(iterations):

@@ -9,8 +9,12 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.compression.errors import InputError
-from megatron.compression.startup import implementation
-from megatron.compression.startup.implementation import Engine, check_implementation, describe
+from megatron.compression.frontends.megatron_lm import implementation
+from megatron.compression.frontends.megatron_lm.implementation import (
+    Engine,
+    check_implementation,
+    describe,
+)
 
 WHOLE = {"__init__.py": "__version__ = '2.20.2'\n", "pytorch/__init__.py": ""}
 BROKEN = WHOLE | {"pytorch/__init__.py": "raise OSError('libcudnn.so.9: gone')"}

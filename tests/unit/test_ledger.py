@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.compression import Compression, CompressionConfig, CompressionConfigError
+from megatron.compression import CompressionConfig, CompressionConfigError, Host, Session
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC, Ledger, bytes_sent
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
@@ -66,12 +66,19 @@ def test_every_traffic_class_belongs_to_one_dimension() -> None:
     assert (row["traffic"], row["sent_bytes"], row["calls"]) == ("ep.forward", 50, 1)
 
 
+class Lines(Host):
+    """A loop that keeps lines."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.log = lines.append
+
+
 @pytest.mark.slow
 def test_a_loop_of_ones_own_hears_of_small_messages_once() -> None:
     """Nobody else would tell it: the log line is megatron.training's."""
     lines: list[str] = []
     config = CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6"))
-    compression = Compression(config, say=lines.append)
+    compression = Session(config, Lines(lines))
     compression.step()
     assert not lines
     compression.ledger.record("tp.forward", "small", "all_reduce", 2_000_000, 2_000_000)
@@ -85,7 +92,7 @@ def test_a_call_that_an_own_loop_leaves_out_is_named(monkeypatch) -> None:
     """Before the model runs in a training: gradients would go uncompressed without a word."""
     monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda **_: 2)
     settings = DataParallelConfig(compression="int8")
-    compression = Compression(CompressionConfig(data_parallel=settings, start_iteration=1))
+    compression = Session(CompressionConfig(data_parallel=settings, start_iteration=1))
     with torch.no_grad():
         compression.refuse_missing_calls()
     with pytest.raises(
@@ -107,7 +114,7 @@ def test_lines_come_from_the_first_rank(rank: int, monkeypatch, capsys) -> None:
     """Where the loop gives nothing that prints them."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    compression = Compression(
+    compression = Session(
         CompressionConfig(tensor_parallel=TensorParallelConfig(compression="int6"))
     )
     compression.ledger.record("tp.forward", "small", "all_reduce", 1, 1)

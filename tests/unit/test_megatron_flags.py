@@ -10,9 +10,9 @@ import pytest
 import torch
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
 
-from megatron.compression import setup
 from megatron.compression.errors import InputError
-from megatron.compression.setup import add_arguments
+from megatron.compression.frontends.megatron_lm import enable, loop
+from megatron.compression.frontends.megatron_lm.enable import add_arguments
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,10 @@ def test_user_buffers_are_off_with_compression(parser, monkeypatch, flags) -> No
     args = parser.parse_args(f"{words} {flags}".split())
     args.params_dtype, args.data_parallel_size = torch.bfloat16, 1
     args.ffn_hidden_size, args.kv_channels = 256, 16
-    monkeypatch.setattr(setup, "_log", setup._Log())
-    monkeypatch.setattr(setup.host, "is_active", lambda: False)
-    setup.adapt_arguments(args)
-    lines = setup._log._kept
+    monkeypatch.setattr(enable, "LOG", loop.Log())
+    monkeypatch.setattr(enable.host, "is_active", lambda: False)
+    enable.adapt_arguments(args)
+    lines = enable.LOG._lines
     config = core_transformer_config_from_args(args)
     kept = not flags
     assert [

@@ -12,7 +12,7 @@ from megatron.compression.codecs import parse_codec
 from megatron.compression.communication import Ledger, Policy, Rule, Run
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.communication.overflow import Overflow, State, encode
-from megatron.compression.patches import loop
+from megatron.compression.patches import loop, running
 from tests.unit.megatron_args import parsed
 from tests.unit.one_rank import one_rank  # noqa: F401
 
@@ -35,7 +35,12 @@ class Loop:
         monkeypatch.setattr(
             RerunStateMachine, name, getattr(RerunStateMachine, name)
         )  # put back behind it
-        loop.repeat_passes(self._begin, lambda: self.answers.pop(0))
+        run = run_of()
+        repeats = SimpleNamespace(begin=self._begin, end=lambda: self.answers.pop(0))
+        run.session = SimpleNamespace(run=run, repetition=repeats)
+        self._run = run
+        running.open_run(run)
+        loop.repeat_passes()
 
     def _begin(self) -> None:
         self.begun += 1
@@ -69,6 +74,12 @@ def test_a_repeated_pass_is_the_same(monkeypatch) -> None:
         seen.append(passes[0])
     assert [data for data, *_ in seen] == [0, 2, 4, 6] and len({drawn for *_, drawn in seen}) == 4
     assert loop.begun == 4 and loop.machine.checkpoint_requested
+
+
+def session_of(args, config, run: Run, lines: list[str]) -> SimpleNamespace:
+    """A session with these settings and arguments."""
+    host = SimpleNamespace(arguments=args, log=lines.append)
+    return SimpleNamespace(config=config, run=run, host=host)
 
 
 def run_of() -> Run:
@@ -184,7 +195,7 @@ def test_what_a_run_is_told() -> None:
         args = parsed(*words, rerun_mode="validate_results", fp8=None)
         run.policy.rules = (config := flags.resolve(args)).rules()
         vars(args).update(megatron)
-        repetition.attach(args, config, run, lines.append)
+        assert repetition.follow(session_of(args, config, run, lines)) is None
         assert said in lines.pop() and not lines
     args = parsed(
         "--pp-compression",
@@ -197,4 +208,4 @@ def test_what_a_run_is_told() -> None:
     with pytest.raises(
         CompressionConfigError, match=r"--pp-compression lossless .*--rerun-mode disabled"
     ):
-        repetition.attach(args, config, run, lines.append)
+        repetition.follow(session_of(args, config, run, lines))

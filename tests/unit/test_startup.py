@@ -15,9 +15,9 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.compression import startup
 from megatron.compression.errors import InputError, explain
-from megatron.compression.startup import checkpoints, checks, implementation
+from megatron.compression.frontends import megatron_lm
+from megatron.compression.frontends.megatron_lm import checkpoints, checks, implementation
 from tests.distributed.launch import REPO, environment
 
 
@@ -262,12 +262,12 @@ class TestLayers:
 
 class TestVersions:
     def test_any_version_of_the_series_passes_and_another_is_refused(self) -> None:
-        startup.check_megatron_core(("0.19.7", Path("somewhere")))
+        megatron_lm.check_megatron_core(("0.19.7", Path("somewhere")))
         for found in (("0.18.0", Path("/a/core")), None):
             with pytest.raises(
                 InputError, match=r"pip install 'megatron-core==0\.19\.\*'"
             ) as refused:
-                startup.check_megatron_core(found)
+                megatron_lm.check_megatron_core(found)
             assert found is None or f"{found[0]} is in /a/core" in str(refused.value)
 
     def test_a_checkout_on_the_path_is_what_counts(self, tmp_path: Path) -> None:
@@ -276,8 +276,9 @@ class TestVersions:
         core.mkdir(parents=True)
         (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 18\nPATCH = 5\n")
         code = (
-            "from megatron.compression import errors, startup\n"
-            "with errors.one_line_errors(): startup.check_megatron_core(startup.find_megatron_core())"
+            "from megatron.compression import errors\n"
+            "from megatron.compression.frontends import megatron_lm\n"
+            "with errors.one_line_errors(): megatron_lm.check_megatron_core(megatron_lm.find_megatron_core())"
         )
         env = environment() | {"PYTHONPATH": f"{tmp_path}:{REPO}"}
         command = [sys.executable, "-P", "-c", code]

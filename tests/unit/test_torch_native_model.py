@@ -10,8 +10,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from megatron.compression.frontends.megatron_lm.enable import gpt_layer_spec
 from megatron.compression.patches import gaps
-from megatron.compression.setup import gpt_layer_spec
 from megatron.compression.torch_native.attention import SDPACoreAttention
 from megatron.compression.torch_native.spec import leave_out_causal_mask, rotary
 from tests.distributed.tiny_gpt import QWEN, build_gpt

@@ -1,9 +1,7 @@
 """``--compression auto`` in a run of Megatron: decides before attachment, then lets the run check."""
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,29 +12,28 @@ from megatron.compression import graphs
 from megatron.compression.auto import plan as plans
 from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.auto.plan import BUDGET, FILE, Check, RunPlan
-from megatron.compression.compression import Compression
 from megatron.compression.config import SAME_RESULTS
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.session import Session
 
 LOOKED_AT = 3
 """Iterations after the first in which the host is watched."""
 
 
 class Automatic:
-    """Completes the config before ``Compression.attach_model``. ``flops`` are an iteration's over all ranks;
-    ``say`` prints a line on rank 0; ``publish`` receives {"auto": ..., "compression": ...} for the report."""
+    """Completes a session's settings before the first model chunk is attached, and lets the run check them.
 
-    def __init__(
-        self,
-        args: Namespace,
-        compression: Compression,
-        flops: Callable[[], float],
-        say: Callable[[str], None],
-        publish: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self.args, self.compression, self.flops = args, compression, flops
-        self._say, self._publish = say, publish
-        self.config = compression.config
+    Args:
+        session: its host has Megatron's arguments; its report stores the plan.
+        flops: returns the floating-point operations of an iteration, over all ranks.
+    """
+
+    def __init__(self, session: Session, flops: Callable[[], float]) -> None:
+        self.session = session
+        self.flops = flops
+        self.args = session.host.arguments
+        self._say = session.host.log
+        self.config = session.config
         """As the flags have it, with dimensions left open."""
         self.plan: RunPlan | None = None
         """None until the first model chunk is there."""
@@ -52,7 +49,7 @@ class Automatic:
         }
         self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
         settings["loss_budget"] = self._budget
-        self._made_for = plans.circumstances(args, settings)
+        self._made_for = plans.circumstances(self.args, settings)
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Decide, the first time, and attach to this stage's chunks. Collective over all ranks."""
@@ -65,10 +62,10 @@ class Automatic:
             )
             self._looking += [one.register_forward_pre_hook(self._look) for one in layers]
         if self.plan is not None:
-            return self.compression.attach_model(chunks)
+            return self.session.attach_dimensions(chunks)
         plan = self._decide(chunks)
-        self.compression.adopt(decided_config(self.config, plan, self.args))
-        chunks = self.compression.attach_model(chunks)
+        self.session.adopt(decided_config(self.config, plan, self.args))
+        chunks = self.session.attach_dimensions(chunks)
         self._begin(plan)
         return chunks
 
@@ -112,7 +109,7 @@ class Automatic:
         dist.broadcast_object_list(kept, src=0)
         if kept[0] is not None:
             return kept[0]
-        measurement = Measurement.of_run(self.args, self.compression, self.flops(), chunks)
+        measurement = Measurement.of_run(self.args, self.session, self.flops(), chunks)
         measured = [measurement.decide(self._budget)]
         for line in measurement.lines:
             self._tell(line)
@@ -133,7 +130,7 @@ class Automatic:
 
     def _begin(self, plan: RunPlan) -> None:
         """Log and keep the plan, and check it."""
-        run, first = self.compression.run, self.compression.config.start_iteration or 0
+        run, first = self.session.run, self.session.config.start_iteration or 0
         unchecked, impl = [] if plan.checked else list(plan.recipes()), self.args.cuda_graph_impl
         if unchecked and graphs.by_layer(self.args):
             self._tell(
@@ -155,14 +152,14 @@ class Automatic:
             self._say(f" {line}")
         if unchecked:
             self._tell(f"compares iterations with and without, {self._check.iterations} in all")
-        for line in self.compression.config.describe(self.args):
+        for line in self.session.config.describe(self.args):
             self._say(f"compression: {line}")
         self._keep(plan)
 
     def _checked(self, gains: dict[str, float]) -> None:
         """Log and keep what the run has measured, on all ranks."""
         assert self.plan is not None and self._check is not None
-        self.compression.run.policy.meter.interval = self._meter_interval
+        self.session.run.policy.meter.interval = self._meter_interval
         useless = {}
         for name, gain in gains.items():
             measured = (
@@ -180,7 +177,7 @@ class Automatic:
         if dist.get_rank() == 0:
             plans.write(self.args.save, plan, self._made_for, self._tell)
         auto = {**asdict(plan), "table": plan.table()}
-        self._publish({"auto": auto, "compression": self.compression.config.asdict()})
+        self.session.report_settings["auto"] = auto
 
     def _tell(self, line: str) -> None:
         self._say(f"compression auto: {line}")

@@ -32,9 +32,9 @@ from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import InputError, OneLineParser, require_extra
 from megatron.compression.flags import add_flags, resolve
+from megatron.compression.frontends.megatron_lm.checks import megatrons_own_check
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.markdown import table
-from megatron.compression.startup.checks import megatrons_own_check
 from taco_kernels.common import ceil_div
 
 MOST_GPUS = 16384

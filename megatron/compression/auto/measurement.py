@@ -29,9 +29,9 @@ from megatron.compression.auto.sender import Sender, normal_values
 from megatron.compression.auto.stopwatch import Stopwatch, first_reason
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.policy import Rule
-from megatron.compression.compression import Compression
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.session import Session
 
 LIMIT = 10.0
 """Seconds after which no recipe is timed but the first of each dimension."""
@@ -83,7 +83,7 @@ class Measurement:
     def of_run(
         cls,
         args: Namespace,
-        compression: Compression,
+        session: Session,
         flops: float,
         chunks: list[torch.nn.Module],
     ) -> "Measurement":
@@ -91,24 +91,24 @@ class Measurement:
 
         Args:
             args: Megatron's arguments.
-            compression: of the run; nothing is attached yet.
+            session: of the run; nothing is attached yet.
             flops: floating-point operations of an iteration over all ranks.
             chunks: the model chunks of this pipeline stage.
         """
         watch = Stopwatch()
         not_attachable = {
             name: first_reason(dimension.refusal(chunks))
-            for name, dimension in compression.dimensions.items()
+            for name, dimension in session.dimensions.items()
         }
         (parameters,) = largest(_reduced_parameters(chunks))
         work = workload(args, int(parameters), flops, _gemm_rate(args, watch))
         sender = Sender(
-            compression.run.transports,
-            compression.gradients.topology,
+            session.run.transports,
+            session.gradients.topology,
             args.use_distributed_optimizer,
             watch.device,
         )
-        return cls(args, compression.config, work, sender, watch, not_attachable)
+        return cls(args, session.config, work, sender, watch, not_attachable)
 
     def decide(self, budget: float) -> RunPlan:
         """Time everything and choose.

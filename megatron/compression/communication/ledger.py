@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.patches import process
-from taco_kernels.common.graph_events import GraphObserver, observe
+from taco_kernels.common.graph_events import GraphObserver, ignore, observe
 
 TRAFFIC = {
     "tp.forward": "tensor parallelism: activations",
@@ -120,6 +120,13 @@ class Ledger:
         _observing.add(self.captures)
         observe(self.captures)
         process.before_process_groups_end(release_graphs)
+
+    def ignore_replays(self) -> None:
+        """Stop following CUDA graphs: what they hold is not counted any more."""
+        ignore(self.captures)
+        _observing.discard(self.captures)
+        if not _observing:
+            atexit.unregister(release_graphs)
 
     def record(
         self,

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,12 @@ class Run:
     """Carry the payloads."""
     overflow: Overflow = field(default_factory=Overflow)
     """Whether lossless payloads fit: asked, noted or off. The policy and the transports share it."""
+    before_gradient_sync: list[Callable[[], None]] = field(default_factory=list)
+    """Called before a bucket of the run's gradients is reduced: weight gradients that are added late."""
+    pipeline_exchange: Any = None
+    """Its ``PipelineExchange``, through which the stages of its model send; None: it has no stages."""
+    session: Any = None
+    """The session that Megatron's training loop tells what happens; None: it runs in another loop."""
 
     def __post_init__(self) -> None:
         self.policy.overflow = self.overflow

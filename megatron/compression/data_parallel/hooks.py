@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from megatron.compression.data_parallel.weights import (
 )
 from megatron.compression.dimension import Dimension
 from megatron.compression.fsdp2 import Fsdp2Compression
-from megatron.compression.patches import communication, gaps, symbols
+from megatron.compression.patches import communication, gaps, running, symbols
 from megatron.compression.replicated_parameters import cut_without_mark
 
 
@@ -193,21 +192,27 @@ class Gradients(Dimension):
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self.memory = GradientMemory(None, [], self._say)
         """Of the compressor, for checkpoints; that of the run's buckets once they are attached."""
-        communication.on_gradient_sync(partial(record_uncompressed, self.ledger))
-        communication.on_parameter_sync(partial(record_uncompressed, self.ledger, "dp.weight"))
-        gaps.on_master_copy(copy_masters)
-        record = partial(self.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
-        communication.on_replicated_gradient_sync(record, align_gradients)
 
     def adopt(self, config: DataParallelConfig) -> None:
         super().adopt(config)
         self.compressor: GradientCompressor | None = self.policy.rule("dp.gradient").codec
         self.outer_codec: Codec | None = self.policy.rule("dp.outer").codec
 
+    def attach(self, chunks: list[torch.nn.Module]) -> None:
+        running.claim(chunks, self.run)
+        communication.on_gradient_sync(record_uncompressed)
+        communication.on_parameter_sync(record_uncompressed)
+        gaps.on_master_copy(copy_masters)
+        communication.on_replicated_gradient_sync(_align_gradients)
+
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
         """Give every bucket group of chunks wrapped by DDP or torch's FSDP2 its gradient syncs and its
         weights; not wrapped, they are only evaluated, which is said. Collective over all ranks."""
+        self.attach(chunks)  # again: the wrapped chunks are marked with the run, too
         for chunk in chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    running.mark(group, self.run)
             if isinstance(chunk, TorchFullyShardedDataParallel):
                 check_memory(self.compressor, chunk.config)
                 topology = self.topology if self.config.enabled else find_topology
@@ -368,13 +373,17 @@ def spans_of(bucket, names: dict[torch.nn.Parameter, str]) -> tuple[ParameterSpa
     return tuple(sorted(spans, key=lambda span: span.start))
 
 
+def _align_gradients(run: Run, chunks: list[torch.nn.Module]) -> None:
+    align_gradients(chunks)
+
+
 def record_uncompressed(
-    ledger: Ledger, traffic: str, group, operation: str, buffer_bytes: int, world_size: int
+    run: Run, traffic: str, group, operation: str, buffer_bytes: int, world_size: int
 ) -> None:
     """Count an uncompressed collective of a bucket group, under the reason that an attached group gives."""
     kind = getattr(group, "uncompressed_kind", "off")
     topology = getattr(group, "topology", None)
     if topology is None:
-        ledger.record_uncompressed(traffic, kind, operation, buffer_bytes, world_size)
+        run.ledger.record_uncompressed(traffic, kind, operation, buffer_bytes, world_size)
     else:
-        topology.record_uncompressed(ledger, traffic, kind, operation, buffer_bytes)
+        topology.record_uncompressed(run.ledger, traffic, kind, operation, buffer_bytes)

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression.communication.site import layer_name, site_name
+from megatron.compression.communication.site import Run, layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.exchange import (
@@ -24,7 +24,7 @@ from megatron.compression.expert_parallel.exchange import (
     Sites,
     TokenSite,
 )
-from megatron.compression.patches import communication, symbols
+from megatron.compression.patches import communication, running, symbols
 
 _CLASSES = {
     MoEAlltoAllTokenDispatcher: CompressedAlltoAllTokenDispatcher,
@@ -64,9 +64,12 @@ class ExpertParallel(Dimension):
         layers = {path: one for path, one in modules.items() if isinstance(one, TransformerLayer)}
         experts = {path: one for path, one in modules.items() if isinstance(one, MoELayer)}
         if experts:
+            running.claim([chunk], self.run)
+            communication.skip_in_layer_graphs()
             communication.through_token_exchange(TOKEN_EXCHANGE)
-            communication.on_router_reduction(self._count_router)  # the last run's of two
+            communication.on_router_reduction(_count_router_sum)
         for path, module in experts.items():
+            _follow_router(module.router, self.run)
             dispatcher = module.token_dispatcher
             compressed = _compressed_class(type(dispatcher))
             if compressed is None:
@@ -103,8 +106,28 @@ class ExpertParallel(Dimension):
                 sites[group] = TokenSite(name + SHARED_EXPERTS, group, self.run, layer, "tp")
         return {group: site for group, site in sites.items() if group.size() > 1}
 
-    def _count_router(self, nbytes: int, ranks: int) -> None:
-        self.run.ledger.record_uncompressed(OTHER, "exact", "all_reduce", nbytes, ranks)
+
+_routing: list[Run] = []
+"""Runs of the routers that run now, the innermost last."""
+
+
+def _follow_router(router: torch.nn.Module, run: Run) -> None:
+    """Note while a router runs whose it is: it sums tokens by a function that gets no module."""
+
+    @communication.eager_only
+    def begin(module: torch.nn.Module, args: tuple) -> None:
+        _routing.append(run)
+
+    def end(module: torch.nn.Module, args: tuple, output: object) -> None:
+        _routing.pop()
+
+    router.register_forward_pre_hook(begin)
+    router.register_forward_hook(end, always_call=True)
+
+
+def _count_router_sum(nbytes: int, ranks: int) -> None:
+    if _routing:
+        _routing[-1].ledger.record_uncompressed(OTHER, "exact", "all_reduce", nbytes, ranks)
 
 
 def _compressed_class(cls: type) -> type | None:

@@ -25,9 +25,9 @@ from megatron.training.models.gpt import GPTModelBuilder
 
 from megatron.compression.errors import InputError, first_line, require_extra
 from megatron.compression.files import read_json
+from megatron.compression.frontends.megatron_lm import entrypoint
+from megatron.compression.frontends.megatron_lm.enable import add_arguments, complete
 from megatron.compression.huggingface.models import DenseModel, add_qwen_arguments, expand
-from megatron.compression.setup import add_arguments, complete
-from megatron.compression.startup import entrypoint
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

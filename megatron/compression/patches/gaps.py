@@ -69,7 +69,7 @@ def predict_with_own_layers() -> None:
             parts.enorm = parts.hnorm = parts.layer_norm = block.layer_norm
             parts.mtp_model_layer = (block.layer_specs or [parts.mtp_model_layer])[-1]
 
-    follow(gpt, "mtp_block_spec", ("config", "transformer_layer_spec"), run)
+    follow(gpt, "mtp_block_spec", ("config", "transformer_layer_spec"), run, lasting=True)
 
 
 def fill_rope_slot(rotary: Callable) -> bool:
@@ -149,7 +149,7 @@ def build_gpt2_from_its_files() -> None:
                 return init(self, tokenizer_path, vocab_file, merges_file, **others)
 
     parameters = ("self", "tokenizer_path", "vocab_file", "merges_file")
-    around(library.MegatronHFTokenizer, "__init__", parameters, build)
+    around(library.MegatronHFTokenizer, "__init__", parameters, build, lasting=True)
 
 
 def on_master_copy(take: Callable[[Any], bool]) -> None:
@@ -180,21 +180,32 @@ def make_torch_adam_resumable() -> None:
     checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
     expected = ("model_sharded_state_dict", "is_loading")
     for wrapper in (optimizers.Float16OptimizerWithFloat16Params, optimizers.FP32Optimizer):
-        around(wrapper, "sharded_state_dict", expected, _loaded_in_place)
-    follow(checkpointing, "load", ("sharded_state_dict",), _restore_in_place)
-    around(optimizers.ChainedOptimizer, "state_dict", ("self",), _chained_state)
+        around(wrapper, "sharded_state_dict", expected, _loaded_in_place, lasting=True)
+    follow(checkpointing, "load", ("sharded_state_dict",), _restore_in_place, lasting=True)
+    around(optimizers.ChainedOptimizer, "state_dict", ("self",), _chained_state, lasting=True)
     if distributed.HAVE_APEX_OR_TE:
         return
-    around(distributed.DistributedOptimizer, "sharded_state_dict", expected, _primed_for_loading)
+    around(
+        distributed.DistributedOptimizer,
+        "sharded_state_dict",
+        expected,
+        _primed_for_loading,
+        lasting=True,
+    )
     around(
         distributed.DistributedOptimizer,
         "load_state_dict",
         ("state_dict",),
         _with_steps_of_their_own,
+        lasting=True,
     )
     states = "_set_main_param_and_optimizer_states"
     around(
-        distributed.DistributedOptimizer, states, ("model_param", "tensors"), _with_step_of_group
+        distributed.DistributedOptimizer,
+        states,
+        ("model_param", "tensors"),
+        _with_step_of_group,
+        lasting=True,
     )
 
 
@@ -347,7 +358,7 @@ def fuse_torch_adam() -> None:
         fuse(optimizer)
         init(self, optimizer, *args, **kwargs)
 
-    around(base, "__init__", ("optimizer",), build)
+    around(base, "__init__", ("optimizer",), build, lasting=True)
 
 
 def fuse(optimizer: "torch.optim.Optimizer | None") -> bool:

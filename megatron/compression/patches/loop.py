@@ -1,31 +1,39 @@
-"""Megatron's command line, training loop and checkpoints: where a run's own parts are called."""
+"""Megatron's command line, training loop and checkpoints: where a session is told of what happens.
+
+The functions here take no session: a replaced function finds the one that it serves (``_session_of``): by the
+model that it was given, or by the run at work (running.py), which ``pretrain``, ``train``, ``train_step``,
+``evaluate`` and ``load_checkpoint`` set. What a session is told are methods of
+``frontends.megatron_lm.MegatronSession``, which ``run.session`` is.
+"""
 
 import copy
-import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron.compression.patches.symbols import around, follow, put
+from megatron.compression.patches import running
+from megatron.compression.patches.symbols import extend, follow, replace
 
-_after_validating: list[Callable[[Namespace], None]] = []
 
-
-def after_validating_arguments(*after: Callable[[Namespace], None]) -> None:
-    """Call each ``after(args)`` after ``validate_args``, in order; a function given again is called once.
+def after_validating_arguments(after: Callable[[Namespace], None]) -> None:
+    """Call ``after(args)`` after ``validate_args``, in the order of the requests, each function once.
 
     Why: it is the one place that every entrypoint's arguments come through, before the tokenizer and the
     configs are made from them. Not reached: ``--yaml-cfg``, which has a function of its own.
     """
     from megatron.training import arguments
 
-    _after_validating.extend(one for one in after if one not in _after_validating)
+    extend(arguments, "validate_args", ("args", "defaults"), _validating, after)
 
-    def run(result: Any, given: dict) -> None:
-        for one in _after_validating:
-            one(given["args"])
 
-    follow(arguments, "validate_args", ("args",), run)
+def _validating(validate_args: Callable, calls: list[Callable[[Namespace], None]]) -> Callable:
+    def wrapper(args, defaults={}):  # noqa: B006  (megatron-core's own default)
+        result = validate_args(args, defaults)
+        for after in calls:
+            after(args)
+        return result
+
+    return wrapper
 
 
 def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> None:
@@ -35,167 +43,287 @@ def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> Non
     """
     from megatron.training import arguments
 
-    def parse(parse_args, extra_args_provider=None, *others, **named):
+    parameters = ("extra_args_provider", "ignore_unknown_args")
+    extend(arguments, "parse_args", parameters, _parsing, add)
+
+
+def _parsing(parse_args: Callable, calls: list[Callable]) -> Callable:
+    def wrapper(extra_args_provider=None, ignore_unknown_args=False):
         def provider(parser):
-            return add(parser if extra_args_provider is None else extra_args_provider(parser))
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            for add in calls:
+                parser = add(parser)
+            return parser
 
-        return parse_args(provider, *others, **named)
+        return parse_args(provider, ignore_unknown_args)
 
-    around(arguments, "parse_args", ("extra_args_provider",), parse)
+    return wrapper
 
 
-def on_training_log(after: Callable[[int, dict], None]) -> None:
-    """Call ``after(iteration, loss_dict)`` after each ``training_log``: once an iteration.
+def before_pretrain(before: Callable[[Any], None]) -> None:
+    """Call ``before(cfg_container)`` at the start of ``pretrain``.
 
-    Why: our log line and TensorBoard scalars belong right after Megatron's, and the loop calls the function
-    by name. Not reached: losses of iterations that were skipped.
+    Why: an entrypoint of the user's own hands its model's configuration to this call and to nothing else.
+    Not reached: code that imported ``pretrain`` by name before the patch.
     """
-    from megatron.training import training
-
-    def run(result: Any, given: dict) -> None:
-        after(given["iteration"], {} if given.get("skipped_iter") else given["loss_dict"])
-
-    follow(training, "training_log", ("loss_dict", "iteration"), run)
+    _replace_pretrain(before)
 
 
-def before_training(before: Callable[[], None]) -> None:
-    """Call ``before()`` when ``train`` begins.
-
-    Why: everything is built and loaded by then, and what follows is the first iteration. Not reached: runs
-    that only evaluate.
-    """
-    from megatron.training import training
-
-    def begin(train, *args, **kwargs):
-        before()
-        return train(*args, **kwargs)
-
-    around(training, "train", ("forward_step_func", "model"), begin)
-
-
-def around_evaluate(before: Callable[[str], None], after: Callable[[dict | None], None]) -> None:
-    """Call ``before(split)`` and ``after(losses)`` around each ``evaluate``; split is valid or test.
-
-    Why: evaluation traffic is counted separately, and the report shows the validation loss. Only
-    ``evaluate_and_print_results`` knows the split and only ``evaluate`` returns the losses. Not reached:
-    callers that imported them by name (megatron.training has none).
-    """
-    from megatron.training import training
-
-    split = "valid"
-
-    def printing(evaluate_and_print_results, prefix, *args, **kwargs):
-        nonlocal split
-        split = "test" if prefix.endswith("test set") else "valid"
-        return evaluate_and_print_results(prefix, *args, **kwargs)
-
-    def evaluating(evaluate, *args, **kwargs):
-        before(split)
-        losses = None
-        try:
-            result = evaluate(*args, **kwargs)
-            losses = result[0]
-        finally:
-            after(losses)
-        return result
-
-    around(training, "evaluate_and_print_results", ("prefix",), printing)
-    around(training, "evaluate", ("forward_step_func", "data_iterator", "model"), evaluating)
-
-
-def around_pretrain(before: Callable[[Any, dict], None]) -> None:
-    """Call ``before(cfg_container, kwargs)`` at the start of ``pretrain``; kwargs holds its other arguments.
-
-    ``before`` may change kwargs, "model_provider" for example (None: Megatron builds from the config).
-    Why: an entrypoint of the user's own hands its models, data and forward step to this call and to nothing
-    else. Not reached: code that imported ``pretrain`` by name before the patch.
-    """
+def _replace_pretrain(before: Callable[[Any], None]) -> None:
     import megatron.training
     from megatron.training import training
 
-    def begin(pretrain, *args, **kwargs):
-        arguments = dict(inspect.signature(pretrain).bind(*args, **kwargs).arguments)
-        container = arguments.pop("cfg_container")
-        before(container, arguments)
-        return pretrain(container, **arguments)
-
-    around(training, "pretrain", ("cfg_container", "model_provider", "forward_step_func"), begin)
-    put(megatron.training, "pretrain", training.pretrain, "the package holds the function by name")
+    for owner in (training, megatron.training):  # the package holds the function by name
+        extend(owner, "pretrain", ("cfg_container", "model_provider"), _pretraining, before)
 
 
-def around_model_building(before: Callable[[list], list], after: Callable[[list], list]) -> None:
-    """Call ``before([model])`` with each chunk that a model provider makes, and ``after(chunks)`` with those
-    that ``get_model`` has wrapped; both return the chunks.
+def _no_preparation(cfg_container: Any) -> None:
+    """For a session that is open before ``pretrain``."""
 
-    Why: an entrypoint with a model provider has no model config whose hooks could be used. Not reached:
-    models built from a config.
+
+def _pretraining(pretrain: Callable, calls: list[Callable[[Any], None]]) -> Callable:
+    def wrapper(cfg_container, *args, **kwargs):
+        for before in calls:
+            before(cfg_container)
+        run = running.run_of(cfg_container.model)
+        if run is None:
+            session = _session_of()
+            if session is None:
+                return pretrain(cfg_container, *args, **kwargs)
+            run = session.run
+        with running.at_work(run):
+            return pretrain(cfg_container, *args, **kwargs)
+
+    return wrapper
+
+
+def tell_sessions() -> None:
+    """Have Megatron's training loop tell the session of the model that it trains what happens.
+
+    ``pretrain``, ``train``, ``train_step``, ``evaluate``, ``load_checkpoint`` put the model's run to work.
+    Why: what the loop calls in between gets no model. ``train`` tells that everything is built and loaded.
+    Not reached: callers that imported these functions by name (megatron.training's own are reached).
+
+    ``get_model`` hands over the chunks that a model provider makes. Why: an entrypoint with a provider has
+    no model config whose hooks could be used. Not reached: models built from a config.
+
+    ``training_log`` tells of an iteration that has ended. Why: our log line and scalars belong right after
+    Megatron's. Not reached: losses of iterations that were skipped.
+
+    ``evaluate_and_print_results`` alone knows the split, ``evaluate`` alone returns the losses.
+
+    ``one_logger_utils.finish`` tells that training has ended. Why: an early exit (``--exit-interval``) leaves
+    by ``sys.exit``, after Megatron's own last call. Not reached: errors.
     """
-    from megatron.training import training
+    from megatron.training import checkpointing, one_logger_utils, training
 
-    def build(get_model, model_provider_func, *args, **kwargs):
-        def provider(*given, **named):
-            return before([model_provider_func(*given, **named)])[0]
+    _replace_pretrain(_no_preparation)
+    replace(training, "train", ("forward_step_func", "model"), _training)
+    replace(training, "train_step", ("forward_step_func", "data_iterator", "model"), _stepping)
+    replace(training, "get_model", ("model_provider_func",), _building)
+    log_parameters = ("loss_dict", "iteration", "skipped_iter")
+    follow(training, "training_log", log_parameters, _after_training_log)
+    evaluation = ("forward_step_func", "data_iterator", "model")
+    replace(training, "evaluate_and_print_results", ("prefix", *evaluation), _printing_evaluation)
+    replace(training, "evaluate", evaluation, _evaluating)
+    follow(one_logger_utils, "finish", (), _after_finish)
+    for owner in (training, checkpointing):
+        replace(owner, "load_checkpoint", ("ddp_model",), _loading_checkpoint)
+    tell_of_checkpoints()
 
-        return after(get_model(provider, *args, **kwargs))
 
-    around(training, "get_model", ("model_provider_func",), build)
+def tell_of_checkpoints() -> None:
+    """Have Megatron tell the session at work of checkpoints that are saved and read.
+
+    ``generate_state_dict`` puts a checkpoint together, to be saved or loaded. Why: checkpoints have no place
+    for the state of a run's own parts. Without "optimizer" in the state (``--no-save-optim``,
+    ``--no-load-optim``, ``--finetune``) the checkpoint holds weights alone: the session has to look.
+
+    ``check_checkpoint_args`` gets a checkpoint's arguments, once a resume. Why: Megatron saves its arguments
+    with a checkpoint and hands them to nobody on the way back. Not reached: ``--finetune`` and
+    ``--pretrained-checkpoint``, which begin anew.
+
+    ``_load_base_checkpoint`` has read a checkpoint: the arguments alone, then everything. Why: every load
+    comes through it, ``--finetune`` too, before anything is checked. Not reached: what reads files by itself.
+    """
+    from megatron.training import checkpointing
+
+    generate = ("model", "optimizer", "optim_sd_kwargs")
+    follow(checkpointing, "generate_state_dict", generate, _after_generate_state_dict)
+    follow(checkpointing, "check_checkpoint_args", ("checkpoint_args",), _after_check_args)
+    follow(checkpointing, "_load_base_checkpoint", ("rank0",), _after_load_base_checkpoint)
 
 
-def repeat_passes(begin: Callable[[], None], end: Callable[[], bool]) -> None:
-    """Call ``begin()`` before a training step's first pass and ``end()`` after it; where that is true, the
-    same on every rank, the pass is repeated, with the same micro-batches and random state, and ``end()``
-    called once more. What Megatron has made of the first pass is forgotten.
+def _session_of(model: Any = None) -> Any:
+    """Return the session of a model's run; without a model that of the run at work, or where none is, the one
+    opened last. None: no session of Megatron's loop."""
+    if model is not None:
+        run = running.run_of_model(model)
+        return None if run is None else run.session
+    sessions = [run.session for run in running.open_runs() if run.session is not None]
+    newest = sessions[-1].run if sessions else None
+    run = running.current(otherwise=newest)
+    return None if run is None else run.session
+
+
+def _training(train: Callable) -> Callable:
+    def wrapper(forward_step_func, model, *args, **kwargs):
+        run = running.run_of_model(model)
+        with running.at_work(run):
+            if run is not None and run.session is not None:
+                run.session.training_begins()
+            return train(forward_step_func, model, *args, **kwargs)
+
+    return wrapper
+
+
+def _stepping(train_step: Callable) -> Callable:
+    def wrapper(forward_step_func, data_iterator, model, *args, **kwargs):
+        with running.at_work(running.run_of_model(model)):
+            return train_step(forward_step_func, data_iterator, model, *args, **kwargs)
+
+    return wrapper
+
+
+def _building(get_model: Callable) -> Callable:
+    def wrapper(model_provider_func, *args, **kwargs):
+        session = _session_of()
+        if session is None or not session.awaits_provided_chunks:
+            return get_model(model_provider_func, *args, **kwargs)
+
+        def provider(*provider_args, **provider_kwargs):
+            chunk = model_provider_func(*provider_args, **provider_kwargs)
+            return session.chunk_provided(chunk)
+
+        return session.attach_wrapped(get_model(provider, *args, **kwargs))
+
+    return wrapper
+
+
+def _after_training_log(result: Any, arguments: dict) -> None:
+    session = _session_of()
+    if session is not None:
+        losses = {} if arguments.get("skipped_iter") else arguments["loss_dict"]
+        session.iteration_ends(arguments["iteration"], losses)
+
+
+def _printing_evaluation(evaluate_and_print_results: Callable) -> Callable:
+    def wrapper(prefix, forward_step_func, data_iterator, model, *args, **kwargs):
+        session = _session_of(model)
+        if session is not None:
+            session.split = "test" if prefix.endswith("test set") else "valid"
+        return evaluate_and_print_results(
+            prefix, forward_step_func, data_iterator, model, *args, **kwargs
+        )
+
+    return wrapper
+
+
+def _evaluating(evaluate: Callable) -> Callable:
+    def wrapper(forward_step_func, data_iterator, model, *args, **kwargs):
+        run = running.run_of_model(model)
+        session = None if run is None else run.session
+        losses = None
+        if session is not None:
+            session.evaluation_begins()
+        try:
+            with running.at_work(run):
+                result = evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
+            losses = result[0]
+        finally:
+            if session is not None:
+                session.evaluation_ends(losses)
+        return result
+
+    return wrapper
+
+
+def _after_finish(result: Any, arguments: dict) -> None:
+    session = _session_of()
+    if session is not None:
+        session.training_ends()
+
+
+def _loading_checkpoint(load_checkpoint: Callable) -> Callable:
+    def wrapper(ddp_model, *args, **kwargs):
+        with running.at_work(running.run_of_model(ddp_model)):
+            return load_checkpoint(ddp_model, *args, **kwargs)
+
+    return wrapper
+
+
+def _after_generate_state_dict(state_dict: dict, arguments: dict) -> None:
+    session = _session_of(arguments["model"])
+    if session is not None:
+        is_loading = (arguments.get("optim_sd_kwargs") or {}).get("is_loading", False)
+        session.add_state(state_dict, is_loading)
+
+
+def _after_check_args(result: Any, arguments: dict) -> None:
+    session = _session_of()
+    if session is not None:
+        session.check_checkpoint_arguments(arguments["checkpoint_args"])
+
+
+def _after_load_base_checkpoint(result: Any, arguments: dict) -> None:
+    session = _session_of()
+    if session is not None:
+        session.checkpoint_read(result[0])
+
+
+def repeat_passes() -> None:
+    """Let the ``repetition`` of the session at work have a training step's first pass repeated.
+
+    Its ``begin()`` is called before the pass and ``end()`` after it; where that is true, the same on every
+    rank, the pass is repeated, with the same micro-batches and random state, and ``end()`` called once more.
+    What Megatron has made of the first pass is forgotten.
 
     Why: what a pass has sent may have to be sent in another way. Not reached: ``--rerun-mode`` other than
     validate_results, where nothing is kept; evaluation; loops without megatron.training.
     """
-    from megatron.core.rerun_state_machine import RerunMode, RerunState, RerunStateMachine
+    from megatron.core.rerun_state_machine import RerunStateMachine
 
-    checked: dict[str, Any] | None = (
-        None  # the machine's results before the pass that may be repeated
-    )
+    replace(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), _repeating)
 
-    def should_run(should_run_forward_backward, self, data_iterator):
-        nonlocal checked
-        before, checked = checked, None
-        if before is not None and end():
-            vars(self).update(before)
+
+def _repeating(should_run_forward_backward: Callable) -> Callable:
+    from megatron.core.rerun_state_machine import RerunMode, RerunState
+
+    # The machine's results before the pass that may be repeated. A process has one machine and one step at a
+    # time, whichever session trains.
+    results_before: dict[str, Any] | None = None
+
+    def wrapper(self, data_iterator):
+        nonlocal results_before
+        session = _session_of()
+        repetition = None if session is None else session.repetition
+        if repetition is None:
+            return should_run_forward_backward(self, data_iterator)
+        results, results_before = results_before, None
+        if results is not None and repetition.end():
+            vars(self).update(results)
             self.validation_counts.clear()
             self._restore_state()
             self._save_state()  # what was kept is in use now
             for iterator in self._sanitize_data_iterators(data_iterator):
                 iterator.rewind()
-            checked = _results(self)
+            results_before = _results(self)
             return True
         runs = should_run_forward_backward(self, data_iterator)
-        if (
-            runs
-            and self.mode == RerunMode.VALIDATE_RESULTS
-            and self.state == RerunState.INITIAL_RUN
-        ):
-            begin()
-            checked = _results(self)
+        validates = self.mode == RerunMode.VALIDATE_RESULTS
+        if runs and validates and self.state == RerunState.INITIAL_RUN:
+            repetition.begin()
+            results_before = _results(self)
         return runs
 
-    around(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), should_run)
-
-
-def around_whole_iterations(call: Callable[..., Any]) -> None:
-    """Have ``call(run_pass, wrapper, **arguments)`` stand for each pass of ``--cuda-graph-impl
-    full_iteration``, which runs, captures or replays.
-
-    Why: megatron-core's wrapper captures once, and what is sent is decided in the capture. The loop makes a
-    wrapper for training and one for each evaluation; their graphs belong to the class. Not reached: graphs of
-    layers.
-    """
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-
-    around(FullCudaGraphWrapper, "__call__", ("self",), call)
+    return wrapper
 
 
 def _results(machine: Any) -> dict[str, Any]:
     results = {name: copy.copy(vars(machine)[name]) for name in _CHECKED}
-    return results | {"error_injector": copy.copy(machine.error_injector)}
+    results["error_injector"] = copy.copy(machine.error_injector)
+    return results
 
 
 _CHECKED = (
@@ -208,54 +336,24 @@ _CHECKED = (
 """What a pass's results change in megatron-core's machine."""
 
 
-def on_training_end(after: Callable[[], None]) -> None:
-    """Call ``after()`` when ``pretrain`` ends, normally or by an early exit, with process groups.
+def around_whole_iterations() -> None:
+    """Have the ``whole_iterations`` of a model's session stand for each pass of ``--cuda-graph-impl
+    full_iteration``, which runs, captures or replays.
 
-    Why: an early exit (``--exit-interval``) leaves by ``sys.exit``, after Megatron's own last call. Not
-    reached: errors.
+    Why: megatron-core's wrapper captures once, and what is sent is decided in the capture. The loop makes a
+    wrapper for training and one for each evaluation; their graphs belong to the class, so one session of a
+    process at most has any. Not reached: graphs of layers.
     """
-    from megatron.training import one_logger_utils
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-    follow(one_logger_utils, "finish", (), lambda result, given: after())
-
-
-def on_checkpoint_args(after: Callable[[Any], None]) -> None:
-    """Call ``after(checkpoint_args)`` when a checkpoint's arguments have been checked: once a resume.
-
-    Why: Megatron saves its arguments with a checkpoint and hands them to nobody on the way back. Not reached:
-    ``--finetune`` and ``--pretrained-checkpoint``, which begin anew (see ``on_checkpoint_read``).
-    """
-    from megatron.training import checkpointing
-
-    def run(result: Any, given: dict) -> None:
-        after(given["checkpoint_args"])
-
-    follow(checkpointing, "check_checkpoint_args", ("checkpoint_args",), run)
+    replace(FullCudaGraphWrapper, "__call__", ("self",), _capturing)
 
 
-def around_checkpoint_state(add: Callable[[dict, bool], None]) -> None:
-    """Call ``add(state_dict, is_loading)`` for each checkpoint that is put together to be saved or loaded.
+def _capturing(run_pass: Callable) -> Callable:
+    def wrapper(self, **arguments):
+        session = _session_of(arguments.get("model"))
+        if session is None or session.whole_iterations is None:
+            return run_pass(self, **arguments)
+        return session.whole_iterations.one_pass(run_pass, self, **arguments)
 
-    Why: checkpoints have no place for the state of a run's own parts. Without "optimizer" in the state
-    (``--no-save-optim``, ``--no-load-optim``, ``--finetune``) the checkpoint holds weights alone: ``add`` has
-    to look.
-    """
-    from megatron.training import checkpointing
-
-    def run(state_dict: dict, given: dict) -> None:
-        add(state_dict, (given.get("optim_sd_kwargs") or {}).get("is_loading", False))
-
-    follow(checkpointing, "generate_state_dict", ("optimizer", "optim_sd_kwargs"), run)
-
-
-def on_checkpoint_read(after: Callable[[dict | None], None]) -> None:
-    """Call ``after(state_dict)`` with what has been read of a checkpoint; None: there is none.
-
-    Why: it is the one place that every load comes through, ``--finetune`` too, before anything is checked.
-    The arguments alone are read first, then everything. Not reached: what reads files by itself.
-    """
-    from megatron.training import checkpointing
-
-    follow(
-        checkpointing, "_load_base_checkpoint", ("rank0",), lambda result, given: after(result[0])
-    )
+    return wrapper

@@ -1,8 +1,8 @@
-"""What a process does around its job: torch's process groups are destroyed."""
+"""What a process does at the end of its job: torch's process groups are destroyed."""
 
 from collections.abc import Callable
 
-from megatron.compression.patches.symbols import around
+from megatron.compression.patches.symbols import extend
 
 
 def before_process_groups_end(release: Callable[[], None]) -> None:
@@ -13,9 +13,16 @@ def before_process_groups_end(release: Callable[[], None]) -> None:
     """
     from torch import distributed
 
-    def destroy(destroy_process_group, group=None):
+    extend(distributed, "destroy_process_group", (), _releasing_first, release)
+
+
+def _releasing_first(destroy_process_group: Callable, calls: list[Callable[[], None]]) -> Callable:
+    from torch import distributed
+
+    def wrapper(group=None):
         if group in (None, distributed.group.WORLD):
-            release()
+            for release in calls:
+                release()
         destroy_process_group(group)
 
-    around(distributed, "destroy_process_group", (), destroy)
+    return wrapper

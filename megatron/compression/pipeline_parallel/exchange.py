@@ -14,8 +14,7 @@ import torch
 from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron.compression.codecs import Codec
-from megatron.compression.communication import Decision, Policy, Work
-from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication import Decision, Run, Work
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import message_bytes
 
@@ -76,8 +75,9 @@ class PipelineExchange:
     """Sends between pipeline stages, compressed or not, and counts both. Both ends of a message decide from
     what they know alike: settings, iteration and size."""
 
-    def __init__(self, policy: Policy, ledger: Ledger) -> None:
-        self.policy, self.ledger = policy, ledger
+    def __init__(self, run: Run) -> None:
+        self.policy = run.policy
+        self.ledger = run.ledger
         self.in_flight = SendsInFlight()
 
     def finish(self) -> None:

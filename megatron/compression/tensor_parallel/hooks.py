@@ -22,7 +22,7 @@ from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.site import CommSite, Run, layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.patches import communication, symbols
+from megatron.compression.patches import communication, running, symbols
 from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
@@ -69,6 +69,7 @@ class TensorParallel(Dimension):
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         config, transports = self.config, self.run.transports
+        running.claim(chunks, self.run)
         communication.through_regions(REGIONS)
         for chunk in chunks:
             self._attach_chunk(chunk)
@@ -121,6 +122,7 @@ class TensorParallel(Dimension):
                 raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
         for path, module in communicating(chunk):
             if why_not_covered(module) is None:
+                self._engine.follow_engine()
                 self._engine.attach(module, *names(path))
         for path, module in chunk.named_modules():
             compressed, _ = _covered(module)

@@ -3,7 +3,7 @@
 TE's linear layers call ``allreduce``, ``reduce_scatter_along_first_dim`` and ``gather_along_first_dim`` of
 their own module. Each returns ``(tensor, handle)``, where the handle, None unless ``async_op``, is waited for
 once. The functions get a process group and no layer, so hooks note before a layer's forward and backward that
-it runs.
+it runs. The notes are the process's, of whichever run a layer is: several runs may share process groups.
 
 TE computes a layer's weight gradient right where its backward comes to it: that of a column-parallel layer
 overlaps with the all-reduce or reduce-scatter of its input gradient, none with a row-parallel layer's
@@ -21,6 +21,7 @@ weight gradient live that much longer.
 """
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,23 +32,37 @@ from torch.autograd.function import BackwardCFunction
 
 from megatron.compression.communication import Work
 from megatron.compression.communication.site import CommSite, Message, Run
-from megatron.compression.patches import communication
+from megatron.compression.patches import communication, running
 
 _DEEPEST = 4
 """Nodes between a layer's output and its autograd function: an added bias, a view."""
+
+_OUTSIDE = -1
+"""What torch calls the graph task where no backward pass is under way."""
 
 Result = tuple[torch.Tensor, Any]
 """A tensor, and the handle whose ``wait`` fills it: torch.distributed's, Transformer Engine's or ours; None:
 filled already."""
 
 
+def _graph_task() -> int:
+    """Return the number of the backward pass in which the caller runs; ``_OUTSIDE``: in none."""
+    return torch._C._current_graph_task_id()
+
+
 class WeightGradients(deque[Callable[[], object]]):
-    """Deferred ones, oldest first."""
+    """Deferred weight gradients of one run, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._task = _OUTSIDE  # the backward pass at whose end they are computed
 
     def put(self, compute: Callable[[], object]) -> None:
         """Defer one; called in a backward pass, at whose end it will have been computed."""
-        if not self:
+        task = _graph_task()
+        if task != self._task or not self:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+            self._task = task
         self.append(compute)
 
     def compute_one(self) -> None:
@@ -65,18 +80,53 @@ class DeferredStore:
     where its gradient ``may_come_late``."""
 
     def __init__(self, queue: WeightGradients, may_come_late: Callable[[], bool]) -> None:
-        self._queue, self.delay_wgrad_compute = queue, may_come_late
+        self._queue = queue
+        self.delay_wgrad_compute = may_come_late
 
     def put(self, tensors: list, compute: Callable) -> None:
-        """TE's own call in the layer's backward."""
+        """Defer ``compute(*tensors)``: TE's own call in the layer's backward."""
         self._queue.put(lambda: compute(*tensors))
 
 
-class Place(NamedTuple):
-    """The layer that runs, and in which direction."""
+class ActiveSite(NamedTuple):
+    """A layer that runs."""
 
     site: CommSite
     traffic: str
+    """Its direction: tp.forward or tp.backward."""
+    weight_gradients: WeightGradients
+    """Those that its run has deferred."""
+
+
+_active: dict[int, list[ActiveSite]] = {}
+"""The layers that run, the innermost last, by the backward pass in which they run (``_OUTSIDE``: in none).
+
+A forward may run inside a backward (recomputation). By pass, because one that raises leaves its layers behind:
+torch calls no hook after a node that failed. Passes have numbers of their own, so nobody looks there again.
+"""
+
+_last_run: "weakref.ref[Run] | None" = None
+"""The run of the layer that ran last, for what TE sends between layers."""
+
+
+def _enter(active: ActiveSite) -> None:
+    _active.setdefault(_graph_task(), []).append(active)
+
+
+def _leave() -> None:
+    task = _graph_task()
+    layers = _active[task]
+    layers.pop()
+    if not layers:
+        del _active[task]
+
+
+def _active_site(group: Any) -> ActiveSite | None:
+    """Return the innermost running layer, if ``group`` is the one whose ranks share it."""
+    layers = _active.get(_graph_task())
+    if layers and layers[-1].site.group == group:
+        return layers[-1]
+    return None
 
 
 class TransformerEngineLayers:
@@ -85,185 +135,217 @@ class TransformerEngineLayers:
     exchange."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.weight_gradients = run, WeightGradients()
-        self._running: list[Place] = []
-        """The last began last: a forward may run inside a backward (recomputation)."""
-        self._patched = False
+        self.run = run
+        self.weight_gradients = WeightGradients()
+        run.before_gradient_sync.append(self.weight_gradients.flush)
+
+    def follow_engine(self) -> None:
+        """Have Transformer Engine's layers of this process call our collectives. Idempotent."""
+        communication.through_exchanges(all_reduce, reduce_scatter, gather)
+        communication.before_gradient_sync()
+        communication.on_magnitude_reduction(_count_magnitudes)
+        communication.skip_in_layer_graphs()
 
     def attach(self, module: torch.nn.Module, name: str, layer: int | str | None) -> None:
-        """Give one of ``communicating``'s layers its site (see ``CommSite``) and its traffic classes."""
-        if not self._patched:
-            communication.through_exchanges(self)
-            communication.before_gradient_sync(self.weight_gradients.flush)
-            record = partial(self.run.ledger.record_uncompressed, "tp.other", "exact", "all_reduce")
-            communication.on_magnitude_reduction(record)
-            begin = TransformerEngineLayers._begin
-            communication.skip_in_layer_graphs(
-                lambda hook: getattr(hook, "__func__", None) is begin
-            )
-            self._patched = True
+        """Give one of ``communicating``'s layers its site and its traffic classes.
+
+        Args:
+            module: a layer of Transformer Engine; ``site``, ``traffic`` and hooks are put on it.
+            name: the site's name (see ``CommSite``).
+            layer: what ``--tp-compression-layers`` calls the layer.
+        """
         module.site = CommSite(name, module.tp_group, self.run, layer)
-        one_way = ("tp.forward",) if module.parallel_mode == "row" else ("tp.backward",)
-        module.traffic = ("tp.forward", "tp.backward") if module.sequence_parallel else one_way
+        is_row_parallel = module.parallel_mode == "row"
+        if module.sequence_parallel:
+            module.traffic = ("tp.forward", "tp.backward")
+        elif is_row_parallel:
+            module.traffic = ("tp.forward",)
+        else:
+            module.traffic = ("tp.backward",)
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
-        # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
-        bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
-        late = module.parallel_mode == "row" or module.sequence_parallel
-        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own; so does
-        # the schedule of --delay-wgrad-compute.
-        config = getattr(module, "config", None)
-        late = late and getattr(config, "cuda_graph_impl", "none") != "transformer_engine"
-        late = late and not getattr(config, "delay_wgrad_compute", False)
-        if late and not bias and getattr(module, "fuse_wgrad_accumulation", False):
+        if self._can_defer(module, is_row_parallel or module.sequence_parallel):
             module.wgrad_store = DeferredStore(
                 self.weight_gradients, partial(self._may_come_late, module)
             )
 
-    def _may_come_late(self, module: torch.nn.Module) -> bool:
-        """Whether there is compression to schedule for, and autograd has no part in the gradient."""
-        weights = (getattr(module, name) for name in module.weight_names)
-        compresses = bool(self.run.policy.rule("tp.backward").codecs)
-        return compresses and all(hasattr(weight, "main_grad") for weight in weights)
+    @staticmethod
+    def _can_defer(module: torch.nn.Module, exchange_follows: bool) -> bool:
+        """Return whether a layer's weight gradient may be computed during the next layer's exchange."""
+        # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
+        has_bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
+        config = getattr(module, "config", None)
+        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own; so does
+        # the schedule of --delay-wgrad-compute.
+        in_graphs = getattr(config, "cuda_graph_impl", "none") == "transformer_engine"
+        by_schedule = getattr(config, "delay_wgrad_compute", False)
+        if has_bias or in_graphs or by_schedule:
+            return False
+        return exchange_follows and getattr(module, "fuse_wgrad_accumulation", False)
 
+    def _may_come_late(self, module: torch.nn.Module) -> bool:
+        """Return whether there is compression to schedule for, and autograd has no part in the gradient."""
+        if not self.run.policy.rule("tp.backward").codecs:
+            return False
+        return all(hasattr(getattr(module, name), "main_grad") for name in module.weight_names)
+
+    @communication.eager_only
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
-        self._running.append(Place(module.site, "tp.forward"))
+        """Note that a layer's forward begins."""
+        if _graph_task() == _OUTSIDE:
+            # No backward pass is under way: what one has left is of one that raised. Its deferred weight
+            # gradients belong to a step that the loop has given up.
+            self.weight_gradients.clear()
+            for task in [task for task in _active if task != _OUTSIDE]:
+                del _active[task]
+        _enter(ActiveSite(module.site, "tp.forward", self.weight_gradients))
 
     def _end(
         self, module: torch.nn.Module, args: tuple, output: torch.Tensor | tuple | None
     ) -> None:
-        self._running.pop()
+        """Note that a layer's forward has ended, also by an exception, and have its backward noted."""
+        global _last_run
+        _leave()
+        _last_run = weakref.ref(self.run)
         first = output[0] if isinstance(output, tuple) else output
-        node = None if first is None else _own_node(first.grad_fn)
+        node = None if first is None else _layer_node(first.grad_fn)
         if node is not None:
-            place = Place(module.site, "tp.backward")
+            backward = ActiveSite(module.site, "tp.backward", self.weight_gradients)
+            node.register_prehook(lambda grad_outputs: _enter(backward))
+            node.register_hook(lambda grad_inputs, grad_outputs: _leave())
 
-            def leave(*_: Any) -> None:
-                self._running.pop()
 
-            node.register_prehook(lambda _: self._running.append(place))
-            node.register_hook(leave)
+def all_reduce(original: Callable[..., Result]) -> Callable[..., Result]:
+    """Return what stands for ``allreduce(inp, tp_group, async_op)``."""
 
-    def all_reduce(self, original: Callable[..., Result]) -> Callable[..., Result]:
-        """In place of ``allreduce(inp, tp_group, async_op)``."""
+    def allreduce(inp, tp_group=None, async_op=False, **others):
+        active = _active_site(tp_group)
+        if active is None:
+            return original(inp, tp_group, async_op, **others)
+        message = _compressed(active, "all_reduce", inp, inp.nbytes)
+        if message is None:
+            return _uncompressed(active, original, inp, tp_group, async_op=async_op, **others)
+        out = torch.empty_like(inp, memory_format=torch.contiguous_format)
+        return _result(active, out, message.start(inp, out), async_op)
 
-        def allreduce(inp, tp_group=None, async_op=False, **others):
-            place = self._place(tp_group)
-            if place is None:
-                return original(inp, tp_group, async_op, **others)
-            message = self._compressed(place, "all_reduce", inp, inp.nbytes)
-            if message is None:
-                return self._uncompressed(
-                    place, original, inp, tp_group, async_op=async_op, **others
-                )
-            out = torch.empty_like(inp, memory_format=torch.contiguous_format)
-            return self._result(place, out, message.start(inp, out), async_op)
+    return allreduce
 
-        return allreduce
 
-    def reduce_scatter(self, original: Callable[..., Result]) -> Callable[..., Result]:
-        """In place of ``reduce_scatter_along_first_dim(inp, tp_group, async_op, output)``."""
+def reduce_scatter(original: Callable[..., Result]) -> Callable[..., Result]:
+    """Return what stands for ``reduce_scatter_along_first_dim(inp, tp_group, async_op, output)``."""
 
-        def reduce_scatter_along_first_dim(inp, tp_group, async_op=False, output=None, **others):
-            place = self._place(tp_group)
-            if place is None:
-                return original(inp, tp_group, async_op, output, **others)
-            message = self._compressed(place, "reduce_scatter", inp, inp.nbytes)
-            if message is None:
-                others["output"] = output
-                return self._uncompressed(
-                    place, original, inp, tp_group, async_op=async_op, **others
-                )
-            if output is None:
-                output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
-            return self._result(place, output, message.start(inp, output), async_op)
+    def reduce_scatter_along_first_dim(inp, tp_group, async_op=False, output=None, **others):
+        active = _active_site(tp_group)
+        if active is None:
+            return original(inp, tp_group, async_op, output, **others)
+        message = _compressed(active, "reduce_scatter", inp, inp.nbytes)
+        if message is None:
+            others["output"] = output
+            return _uncompressed(active, original, inp, tp_group, async_op=async_op, **others)
+        if output is None:
+            output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
+        return _result(active, output, message.start(inp, output), async_op)
 
-        return reduce_scatter_along_first_dim
+    return reduce_scatter_along_first_dim
 
-    def gather(self, original: Callable[..., Result]) -> Callable[..., Result]:
-        """In place of ``gather_along_first_dim(inp, process_group, async_op, quantizer, ...)``.
 
-        What TE gathers in its own fp8 passes as it is, and is counted.
-        """
+def gather(original: Callable[..., Result]) -> Callable[..., Result]:
+    """Return what stands for ``gather_along_first_dim(inp, process_group, async_op, quantizer, ...)``.
 
-        def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, **others):
-            place = self._place(process_group)
-            given = {"quantizer": quantizer} | others
-            if place is None:
-                return original(inp, process_group, async_op, **given)
-            if quantizer is not None or type(inp) not in (torch.Tensor, torch.nn.Parameter):
-                result = self._uncompressed(
-                    place, original, inp, process_group, async_op=async_op, **given
-                )
-                place.site.count(place.traffic, "fp8", "all_gather", gathered_bytes(result[0]))
-                return result
-            message = None
-            if others.get("output_tensor") is None:
-                message = self._compressed(
-                    place, "all_gather", inp, inp.nbytes * process_group.size()
-                )
-            if message is None:
-                return self._uncompressed(
-                    place, original, inp, process_group, async_op=async_op, **given
-                )
-            out = inp.new_empty((inp.shape[0] * process_group.size(), *inp.shape[1:]))
-            return self._result(place, out, message.start(inp, out), async_op, overlap=not async_op)
+    What TE gathers in its own fp8 passes as it is, and is counted.
+    """
 
-        return gather_along_first_dim
+    def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, **others):
+        active = _active_site(process_group)
+        options = {"quantizer": quantizer, **others}
+        if active is None:
+            return original(inp, process_group, async_op, **options)
+        quantized = quantizer is not None or type(inp) not in (torch.Tensor, torch.nn.Parameter)
+        message = None
+        if not quantized and others.get("output_tensor") is None:
+            nbytes = inp.nbytes * process_group.size()
+            message = _compressed(active, "all_gather", inp, nbytes)
+        if message is None:
+            result = _uncompressed(
+                active, original, inp, process_group, async_op=async_op, **options
+            )
+            if quantized:
+                nbytes = gathered_bytes(result[0])
+                active.site.count(active.traffic, "fp8", "all_gather", nbytes)
+            return result
+        out = inp.new_empty((inp.shape[0] * process_group.size(), *inp.shape[1:]))
+        work = message.start(inp, out)
+        return _result(active, out, work, async_op, overlap=not async_op)
 
-    def _place(self, group: Any) -> Place | None:
-        """The running layer, if ``group`` is the one whose ranks share it."""
-        place = self._running[-1] if self._running else None
-        return place if place is not None and place.site.group == group else None
+    return gather_along_first_dim
 
-    def _compressed(
-        self, place: Place, operation: str, tensor: torch.Tensor, nbytes: int
-    ) -> Message | None:
-        """What is about to be sent, counted; None: uncompressed, by the caller."""
-        if not tensor.is_floating_point():
-            place.site.count(place.traffic, "exact", operation, nbytes)
-            return None
-        message = place.site.message(place.traffic, operation, nbytes)
-        return message if message.codec is not None else None
 
-    def _uncompressed(
-        self,
-        place: Place,
-        original: Callable[..., Result],
-        inp: torch.Tensor,
-        group: Any,
-        **given: Any,
-    ) -> Result:
-        """TE's own exchange, overlapped with a weight gradient where one is deferred, but for a gather that
-        TE itself starts ahead."""
-        asynchronous = given.pop("async_op")
-        ahead = asynchronous and "quantizer" in given
-        if place.traffic != "tp.backward" or ahead or not self.weight_gradients:
-            return original(inp, group, async_op=asynchronous, **given)
-        result, handle = original(inp, group, async_op=True, **given)
-        self.weight_gradients.compute_one()
-        if asynchronous or handle is None:
-            return result, handle
-        handle.wait()
-        return result, None
+def _compressed(
+    active: ActiveSite, operation: str, tensor: torch.Tensor, nbytes: int
+) -> Message | None:
+    """Return the message that is about to be sent, counted; None: the caller sends it uncompressed."""
+    if not tensor.is_floating_point():
+        active.site.count(active.traffic, "exact", operation, nbytes)
+        return None
+    message = active.site.message(active.traffic, operation, nbytes)
+    return message if message.codec is not None else None
 
-    def _result(
-        self, place: Place, out: torch.Tensor, work: Work, asynchronous: bool, overlap: bool = True
-    ) -> Result:
-        """Overlap a weight gradient, and give TE the tensor that the handle fills."""
-        if place.traffic == "tp.backward" and overlap:
-            if self.weight_gradients:
-                self.weight_gradients.compute_one()
-            if work.exchanges > 1:
-                work.advance()  # its second exchange overlaps with the weight gradient that TE computes next
-        if asynchronous:
-            return out, work
-        work.wait()
-        return out, None
+
+def _uncompressed(
+    active: ActiveSite,
+    original: Callable[..., Result],
+    inp: torch.Tensor,
+    group: Any,
+    *,
+    async_op: bool,
+    **options: Any,
+) -> Result:
+    """Let TE exchange, overlapped with a weight gradient where one is deferred.
+
+    A gather that TE itself starts ahead overlaps with what TE computes next.
+    """
+    starts_ahead = async_op and "quantizer" in options
+    deferred = active.weight_gradients
+    if active.traffic != "tp.backward" or starts_ahead or not deferred:
+        return original(inp, group, async_op=async_op, **options)
+    result, handle = original(inp, group, async_op=True, **options)
+    deferred.compute_one()
+    if async_op or handle is None:
+        return result, handle
+    handle.wait()
+    return result, None
+
+
+def _result(
+    active: ActiveSite, out: torch.Tensor, work: Work, async_op: bool, overlap: bool = True
+) -> Result:
+    """Overlap a weight gradient, and give TE the tensor that the handle fills."""
+    if active.traffic == "tp.backward" and overlap:
+        if active.weight_gradients:
+            active.weight_gradients.compute_one()
+        if work.exchanges > 1:
+            # Its second exchange overlaps with the weight gradient that TE computes next.
+            work.advance()
+    if async_op:
+        return out, work
+    work.wait()
+    return out, None
+
+
+def _count_magnitudes(nbytes: int, ranks: int) -> None:
+    """Count a reduction of magnitudes, which TE does inside a layer's backward or after a forward: of the
+    outermost layer's run, of the run at work, or of the run whose layer ran last."""
+    layers = _active.get(_graph_task())
+    if layers:
+        run = layers[0].site.run
+    else:
+        run = running.current(otherwise=_last_run() if _last_run is not None else None)
+    if run is not None:
+        run.ledger.record_uncompressed("tp.other", "exact", "all_reduce", nbytes, ranks)
 
 
 def communicating(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(path, module) of a chunk's layers of Transformer Engine whose ranks share a product."""
+    """Yield (path, module) of a chunk's layers of Transformer Engine whose ranks share a product."""
     engine = sys.modules.get("transformer_engine.pytorch")
     if engine is None:  # no layer of it can have been built
         return
@@ -275,7 +357,7 @@ def communicating(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 
 
 def why_not_covered(module: torch.nn.Module) -> str | None:
-    """Why a layer's traffic could not be compressed, for an error's message; None: it can."""
+    """Return why a layer's traffic could not be compressed, for an error's message; None: it can."""
     engine = sys.modules["transformer_engine.pytorch"]
     if not isinstance(module, engine.Linear | engine.LayerNormLinear):
         return f"{type(module).__name__} of Transformer Engine is none of Megatron's layers"
@@ -290,8 +372,8 @@ def why_not_covered(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _own_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
-    """The layer's autograd function among the last nodes of its graph."""
+def _layer_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.Node | None:
+    """Return the layer's autograd function among the last nodes of its graph, or None."""
     for _ in range(_DEEPEST):
         if node is None or isinstance(node, BackwardCFunction):
             return node
@@ -300,7 +382,7 @@ def _own_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.No
 
 
 def gathered_bytes(gathered: Any) -> int:
-    """Bytes of a gathered fp8 tensor: its data, and the scales of formats that have them by block."""
+    """Return the bytes of a gathered fp8 tensor: its data, and the scales of formats that have them by block."""
     if getattr(gathered, "_data", None) is not None:
         return gathered._data.nbytes
     names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")

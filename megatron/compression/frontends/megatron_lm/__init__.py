@@ -15,8 +15,8 @@ def prepare() -> None:
     with one_line_errors():
         check_megatron_core(find_megatron_core())
         from megatron import host
+        from megatron.compression.frontends.megatron_lm import implementation
         from megatron.compression.patches import gaps
-        from megatron.compression.startup import implementation
 
         implementation.transformer_engine()
         host.install()

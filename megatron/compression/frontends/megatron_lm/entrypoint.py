@@ -1,6 +1,6 @@
 """What our entrypoints give `megatron.training.pretrain`: datasets, batches, the loss, the forward step.
 
-Import it after `startup.prepare()`: it loads megatron.training.
+Import it after `megatron_lm.prepare()`: it loads megatron.training.
 """
 
 import json
@@ -27,8 +27,8 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron.compression import setup
 from megatron.compression.errors import InputError, raised_in
+from megatron.compression.frontends.megatron_lm import enable
 from megatron.compression.patches import loop
 
 SPIKY_LOSS_FACTOR = (
@@ -37,7 +37,7 @@ SPIKY_LOSS_FACTOR = (
 
 
 def parse_arguments(
-    add_arguments: Callable[[ArgumentParser], ArgumentParser] = setup.add_arguments,
+    add_arguments: Callable[[ArgumentParser], ArgumentParser] = enable.add_arguments,
 ) -> Namespace:
     """Parse and validate the command line: every Megatron-LM flag, and what `add_arguments` adds.
 
@@ -217,7 +217,7 @@ def train_to_the_end(pretrain: Callable[[], None]) -> None:
 def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig) -> None:
     """Build the configs from `args`, train, write the report, and leave the process groups."""
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
-    setup.enable(args, model_config)
+    enable.enable(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
     kind = ModelType.encoder_or_decoder
     train_to_the_end(

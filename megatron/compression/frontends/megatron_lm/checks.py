@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.compression.errors import InputError, explains, first_line
-from megatron.compression.startup.implementation import (
+from megatron.compression.frontends.megatron_lm.implementation import (
     check_implementation,
     needs_transformer_engine,
 )

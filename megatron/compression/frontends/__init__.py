@@ -1,0 +1,8 @@
+"""The doors by which a training loop gets its session: each supplies a ``Host`` and calls the session.
+
+megatron_lm/   Megatron-LM's loop: the flags, ``enable``, entrypoints, what is checked at the start
+own_loop.py    a loop over megatron-core without megatron.training
+bridge.py      Megatron-Bridge
+
+Of FSDP2, which has no megatron-core, fsdp2/ is the door.
+"""

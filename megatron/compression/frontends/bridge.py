@@ -1,0 +1,287 @@
+"""Compression in Megatron-Bridge: one callback for its ``pretrain``. Two lines of a script:
+
+    from megatron.compression import bridge
+    pretrain(cfg, forward_step, callbacks=[bridge.attach(cfg, tp="int6", dp="sdp4bit")])
+
+Nothing of Megatron-Bridge is imported: the container and the callback's context are used by their fields.
+"""
+
+import json
+import re
+import time
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.codecs.registry import settings_of
+from megatron.compression.config import CompressionConfig
+from megatron.compression.dimension import naming_flags, print_on_first_rank, renaming
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.names import FLAG_NAMES, FLAGS, Names
+from megatron.compression.patches import gaps
+from megatron.compression.report import check_report_directory, track
+from megatron.compression.session import STATE, Host, Session
+
+STATE_FILE = f"{STATE}.json"
+"""In the folder of a checkpoint's iteration: what ``Compression.state`` gives, and the settings."""
+
+Spec = str | tuple[str, str]
+"""A codec or recipe, or two: of activations and of gradients; ``dp``: of gradients and of weights."""
+
+_NO = "none"
+_PARTS = ["model", "ddp", "optimizer", "train", "validation", "checkpoint", "logger", "dist", "rng"]
+_PARTS += ["rerun_state_machine"]
+_FP32_SUM = "reduce_scatter_with_fp32_accumulation"
+_RENAMED = {"num_experts": "num_moe_experts", f"ddp_{_FP32_SUM}": _FP32_SUM}
+"""Megatron's argument -> the field of Megatron-Bridge's container."""
+
+
+def attach(
+    cfg: Any, *, tp: Spec = _NO, dp: Spec = _NO, pp: Spec = _NO, ep: Spec = _NO, min_mb=None, **more
+) -> "BridgeCompression":
+    """Compress what a run of Megatron-Bridge sends.
+
+    Hooks are registered on ``cfg.model``. The container is checked when the model is built, since
+    ``pretrain`` completes it. Without a codec the hooks only count.
+
+    Args:
+        cfg: the ``ConfigContainer``; give the same object to ``pretrain``.
+        tp, dp, pp, ep: codecs of tensor-, data-, pipeline- and expert-parallel traffic (docs/choosing.md).
+        min_mb: every dimension's.
+        more: start_iteration, transport, communicators, error_bound, validate_uncompressed and report of
+            ``CompressionConfig``.
+
+    Returns: the callback for ``pretrain(cfg, forward_step, callbacks=[...])``.
+
+    Raises: CompressionConfigError: an impossible setting; a compressor of gradients with a memory.
+    """
+    with renaming(OUR_NAMES), naming_flags():
+        for name, spec in (("tensor", tp), ("data", dp), ("pipeline", pp), ("expert", ep)):
+            first, second = (spec, None) if isinstance(spec, str) else spec
+            kind: Any = settings_of(CompressionConfig)[f"{name}_parallel"].type
+            other = {"weights" if name == "data" else "backward": second}
+            more[f"{name}_parallel"] = kind(compression=first, min_mb=min_mb, **other)
+        config = CompressionConfig(**more)
+        check_report_directory(config.report, resuming=cfg.checkpoint.load is not None)
+        compressor = config.data_parallel.compressor
+    if config.auto or config.caat_net.enabled:
+        raise CompressionConfigError(
+            "auto and caat_net need pretrain_gpt.py; drop them in Megatron-Bridge"
+        )
+    if compressor is not None and compressor.has_memory:
+        raise CompressionConfigError(
+            f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge calls nobody "
+            "when it loads a checkpoint; use a codec such as sdp4bit, or pretrain_gpt.py"
+        )
+    model = getattr(cfg.model, "transformer", cfg.model)
+    having = [one for one in (model, cfg.comm_overlap) if getattr(one, "tp_comm_overlap", False)]
+    for line in {line for one in having for line in config.disable_user_buffers(one)}:
+        print_on_first_rank(f"compression: {line}")
+    gaps.use_shipped_helpers()
+    gaps.make_torch_adam_resumable()
+    return BridgeCompression(cfg, config)
+
+
+def _our_names() -> dict[str, str]:
+    """Flag, or flag and second value -> the argument of ``attach``."""
+    found = {"--taco": "tp"}
+    for flag, paths in FLAGS.items():
+        short = re.sub(r"^--(compression-)?|-compression$", "", flag).replace("-", "_")
+        found |= {f"{flag} {path.rpartition('.')[2].upper()}": f"{short}[1]" for path in paths[1:]}
+        found[flag] = short
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
+
+
+OUR_NAMES = _our_names()
+
+
+def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
+    """What a container says, under the names of Megatron's arguments, which the dimensions' checks read.
+
+    A field that several parts have is set if one of them sets it.
+
+    Returns: the settings; by Megatron's flag the field (``--seq-length`` -> cfg.model.seq_length).
+    """
+    settings: dict[str, Any] = {"data_parallel_size": cfg.data_parallel_size}
+    places: dict[str, str] = {}
+    for part in _PARTS:
+        owner = getattr(cfg, part)
+        for one in (owner, getattr(owner, "transformer", None)):  # a ModelConfig has it as a part
+            for name, value in vars(one).items() if one is not None else ():
+                if name not in settings or (value and not settings[name]):
+                    settings[name], places[name] = value, f"cfg.{part}.{name}"
+    for name, field in _RENAMED.items():
+        settings[name], places[name] = settings[field], places[field]
+    if not settings.get("expert_tensor_parallel_size"):
+        settings["expert_tensor_parallel_size"] = settings["tensor_model_parallel_size"]
+    flags = {
+        f"--{name.replace('_', '-')}": place for name, place in places.items() if name[0] != "_"
+    }
+    return Namespace(**settings), flags
+
+
+def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Namespace]:
+    """Check settings against a container whose values are final.
+
+    Returns: the settings as they are used; the container's as Megatron's arguments.
+
+    Raises: CompressionConfigError: what cannot be honoured, by the container's fields and our arguments.
+    """
+    settings, names = megatron_settings(cfg)
+    with renaming(OUR_NAMES | names), naming_flags():
+        if cfg.dist.use_decentralized_pg:
+            raise CompressionConfigError(
+                "cfg.dist.use_decentralized_pg has groups not covered here; drop it"
+            )
+        if config.tensor_parallel.enabled and settings.tp_comm_overlap:
+            raise CompressionConfigError(
+                "--tp-comm-overlap was set after bridge.attach; set it before that"
+            )
+        config = replace(config, data_parallel=config.data_parallel.resolved(settings))
+        config.check(settings)
+    return config, settings
+
+
+class BridgeHost(Host):
+    """Megatron-Bridge's training loop.
+
+    Args:
+        cfg: its ``ConfigContainer``.
+        arguments: the container's values as Megatron's arguments.
+    """
+
+    names = Names(dict(FLAG_NAMES.settings, **{"tensor_parallel.min_mb": "min_mb"}))
+
+    def __init__(self, cfg: Any, arguments: Namespace) -> None:
+        self.cfg = cfg
+        self.arguments = arguments
+        self.log_interval = cfg.logger.log_interval
+        self.iteration = self._current_iteration
+        self.state: Any = None
+        """Bridge's ``GlobalState``; None until training begins."""
+        self.training_seconds = 0.0
+        """Spent in iterations so far."""
+
+    def _current_iteration(self) -> int:
+        return 0 if self.state is None else self.state.train_state.step
+
+    def track(self, scalars: dict[str, float], iteration: int) -> None:
+        track(self.state.tensorboard_logger, self.state.wandb_logger, scalars, iteration)
+
+    def seconds(self) -> float:
+        return self.training_seconds
+
+    def train_iters(self) -> int | None:
+        return self.cfg.train.train_iters
+
+    def settings(self) -> dict[str, Any]:
+        values = vars(self.arguments).items()
+        return {name: value for name, value in values if isinstance(value, _JSON_TYPES)}
+
+
+_JSON_TYPES = bool | int | float | str | None
+
+
+class BridgeCompression:
+    """A callback of Megatron-Bridge's, and the hooks of its model. Made by ``attach``."""
+
+    def __init__(self, cfg: Any, config: CompressionConfig) -> None:
+        self.cfg = cfg
+        self.config = config
+        self.compression: Session | None = None
+        """There is one once the model is built."""
+        self._host: BridgeHost | None = None
+        self._iteration_began = 0.0
+        model = cfg.model
+        if hasattr(model, "pre_wrap_hooks"):  # a ModelConfig
+            model.pre_wrap_hooks.append(self._attach_model)
+            model.post_wrap_hooks.append(self._attach_wrapped)
+        else:
+            model.register_pre_wrap_hook(self._attach_model)
+            model.register_post_wrap_hook(self._attach_wrapped)
+
+    def _attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        self.config, arguments = check(self.cfg, self.config)
+        if self.compression is not None:  # the model is built a second time
+            self.compression.close()
+        self._host = BridgeHost(self.cfg, arguments)
+        self.compression = Session(self.config, self._host)
+        with renaming(OUR_NAMES), naming_flags():
+            self.compression.open()
+            self.compression.describe()
+            return self.compression.attach_model(chunks)
+
+    def _attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        with renaming(OUR_NAMES), naming_flags():
+            return self._session.attach_wrapped(chunks)
+
+    @property
+    def _session(self) -> Session:
+        """The session of the model that has been built."""
+        if self.compression is None:
+            raise CompressionConfigError(
+                "pretrain has another cfg than bridge.attach: give both one object"
+            )
+        return self.compression
+
+    def on_train_start(self, context: Any) -> None:
+        """Continue as the run that saved the checkpoint, if one was loaded."""
+        session = self._session
+        self._host.state = context.state
+        folder = self.cfg.checkpoint.load
+        iteration = self._host.iteration()
+        if not iteration or not folder:
+            return
+        saved: list[Any] = [None]
+        file = Path(folder) / f"iter_{iteration:07d}" / STATE_FILE
+        if dist.get_rank() == 0 and file.exists():
+            saved = [json.loads(file.read_text())]
+        dist.broadcast_object_list(saved)
+        if saved[0] is not None:
+            session.resume({STATE: saved[0]})
+
+    def on_train_step_start(self, context: Any) -> None:
+        """Time the iteration."""
+        self._iteration_began = time.perf_counter()
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Count the iteration; at the log interval write what was sent to the log and the trackers."""
+        self._host.training_seconds += time.perf_counter() - self._iteration_began
+        losses = {} if context.skipped_iter else context.loss_dict or {}
+        self._session.iteration_ends(self._host.iteration() + 1, losses)
+
+    def on_train_end(self, context: Any) -> None:
+        """Write the report."""
+        self._session.training_ends()
+
+    def on_eval_start(self, context: Any, split: str = "valid") -> None:
+        """Count an evaluation's traffic separately."""
+        self._host.state = context.state
+        self._session.split = split
+        self._session.evaluation_begins()
+
+    def on_test_start(self, context: Any) -> None:
+        """Count a test's traffic separately."""
+        self.on_eval_start(context, "test")
+
+    def on_eval_end(self, context: Any) -> None:
+        """Store the evaluation's losses."""
+        self._session.evaluation_ends(context.total_loss_dict)
+
+    on_test_end = on_eval_end
+
+    def on_checkpoint_save(self, context: Any) -> None:
+        """Save what a resume needs; the tracker names the iteration, which a save in the background began."""
+        folder = Path(self.cfg.checkpoint.save)
+        if dist.get_rank() != 0:
+            return
+        try:
+            iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+            state = {"config": self.config.asdict(), **self._session.state()}
+            (folder / f"iter_{iteration:07d}" / STATE_FILE).write_text(json.dumps(state))
+        except (OSError, ValueError) as error:
+            print_on_first_rank(f"compression: its state was not saved ({error}); training goes on")

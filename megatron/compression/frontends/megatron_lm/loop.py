@@ -1,0 +1,95 @@
+"""Megatron-LM's training loop as the host of a session."""
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from megatron.training import print_rank_0
+
+from megatron.compression import flags
+from megatron.compression.caat_net.config import check_checkpoint
+from megatron.compression.names import FLAG_NAMES
+from megatron.compression.report import megatron_seconds, megatron_track
+from megatron.compression.session import Host
+
+
+class Log:
+    """Prints our lines on rank 0.
+
+    Lines are kept until training begins, so that they stand together, last before iteration 1.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] | None = []
+        """Kept ones; None: lines are printed at once."""
+
+    def keep(self) -> None:
+        """Keep lines from now on."""
+        if self._lines is None:
+            self._lines = []
+
+    def __call__(self, line: str) -> None:
+        if self._lines is None:
+            print_rank_0(line)
+        else:
+            self._lines.append(line)
+
+    def show(self) -> None:
+        """Print what was kept, and every further line at once."""
+        lines, self._lines = self._lines, None
+        for line in lines or []:
+            print_rank_0(line)
+
+
+LOG = Log()
+"""The process's: lines come from parsing on, before there is a session."""
+
+
+class MegatronLoop(Host):
+    """Megatron-LM's training loop, by its arguments, which the loop goes on changing."""
+
+    names = FLAG_NAMES
+    broadcasts_batch = True
+
+    def __init__(self, args: Namespace) -> None:
+        self.arguments = args
+        self.log_interval = args.log_interval
+        self.iteration = self._current_iteration
+
+    def _current_iteration(self) -> int:
+        """Return the zero-based iteration, which is known before the first message. A run that only evaluates
+        sets ``args.iteration`` alone."""
+        counted = getattr(self.arguments, "curr_iteration", 0)
+        loaded = getattr(self.arguments, "iteration", 0)
+        return max(counted, loaded)
+
+    def log(self, line: str) -> None:
+        LOG(line)
+
+    def track(self, scalars: dict[str, float], iteration: int) -> None:
+        megatron_track(scalars, iteration)
+
+    def seconds(self) -> float:
+        return megatron_seconds()
+
+    def train_iters(self) -> int | None:
+        return self.arguments.train_iters
+
+    def settings(self) -> dict[str, Any]:
+        """Return Megatron's own arguments, without those of this machine and moment."""
+        ours = vars(flags.add_flags(ArgumentParser()).parse_args([]))
+        settings = {}
+        for name, value in sorted(vars(self.arguments).items()):
+            if name in ours or name.startswith("_") or name == "rank":
+                continue
+            is_json = isinstance(value, bool | int | float | str | None)
+            settings[name] = value if is_json else str(value)
+        return settings
+
+    def training_begins(self) -> None:
+        LOG.show()
+
+    def check_checkpoint(self, checkpoint_arguments: Namespace) -> None:
+        check_checkpoint(checkpoint_arguments, args=self.arguments)
+
+    def continues(self) -> bool:
+        return not self.arguments.finetune

@@ -1,0 +1,467 @@
+"""A session: one compressed run, from the first model chunk to the report.
+
+A front end (frontends/, fsdp2/) makes a ``Session`` of the settings and of a ``Host``, its loop, opens it, and calls
+it where the loop comes by:
+
+    session = Session(config, host)
+    session.open()
+    chunks = session.attach_model(chunks)          # before they are wrapped
+    chunks = session.attach_wrapped(wrapped)       # after
+    session.iteration_ends(iteration, losses)      # once an iteration
+
+Several sessions may be open in a process, over the same process groups: each has its own settings, decisions,
+bytes and gradients. Functions of other packages are replaced while one is open (patches/running.py).
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.compression import graphs, repetition
+from megatron.compression.caat_net.hooks import CaatNet
+from megatron.compression.codecs.contract import check_contract
+from megatron.compression.codecs.grouped import fp8_in_software
+from megatron.compression.communication.audit import BackendAudit
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.meter import ErrorMeter
+from megatron.compression.communication.policy import Policy
+from megatron.compression.communication.site import Run
+from megatron.compression.communication.transport import Transports
+from megatron.compression.config import CompressionConfig, changed_settings, train_iterations
+from megatron.compression.context_parallel.hooks import ContextParallel
+from megatron.compression.data_parallel.hooks import Gradients
+from megatron.compression.dimension import Dimension, print_on_first_rank
+from megatron.compression.errors import CompressionConfigError
+from megatron.compression.expert_parallel.hooks import ExpertParallel
+from megatron.compression.names import PYTHON_NAMES, Names
+from megatron.compression.patches import running
+from megatron.compression.pipeline_parallel.hooks import PipelineParallel
+from megatron.compression.report import Reporter
+from megatron.compression.tensor_parallel.hooks import TensorParallel
+
+STATE = "megatron_taco"
+"""Under this key a checkpoint holds the config, and what the error bound has decided."""
+
+
+class Host:
+    """The loop that a session runs in: what the session has to know of it, and where it logs.
+
+    As it stands this is a loop of one's own, which counts its iterations by ``Session.step`` and has neither a
+    log interval nor Megatron's arguments.
+    """
+
+    arguments: Namespace | None = None
+    """Megatron's settings, by the names of its arguments; None: the loop has none."""
+    names: Names = PYTHON_NAMES
+    """What the loop's user calls a setting."""
+    log_interval: int = 0
+    """Iterations between two log lines; 0: the loop logs nothing, and so neither does the session."""
+    broadcasts_batch: bool = False
+    """Tensor-parallel rank 0 sends the batch to its group, which is counted then."""
+    iteration: Callable[[], int] | None = None
+    """Returns the zero-based training iteration; None: the session counts the calls of ``step``."""
+
+    def log(self, line: str) -> None:
+        """Print a line; called on every rank."""
+        print_on_first_rank(line)
+
+    def track(self, scalars: dict[str, float], iteration: int) -> None:
+        """Write scalars of an iteration to the run's trackers; called on the last rank."""
+
+    def seconds(self) -> float:
+        """Return the seconds spent in training iterations so far; read at log intervals."""
+        return 0.0
+
+    def train_iters(self) -> int | None:
+        """Return how long the run is, in iterations, where it is known by now."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a report stores of the loop's own settings, JSON-ready."""
+        return {}
+
+    def training_begins(self) -> None:
+        """Called when everything is built and loaded, before the first iteration."""
+
+    def check_checkpoint(self, checkpoint_arguments: Namespace) -> None:
+        """Refuse a checkpoint of a run with other settings, by the arguments saved with it."""
+
+    def continues(self) -> bool:
+        """Return whether a checkpoint that is read is one to continue, rather than to begin anew from."""
+        return True
+
+
+class Session:
+    """Compression of one training run, in all its dimensions.
+
+    Args:
+        config: what is compressed, and how; checked when it is made.
+        host: the loop that the run is in; None: a loop of one's own, as ``Host`` has it.
+    """
+
+    def __init__(self, config: CompressionConfig, host: Host | None = None) -> None:
+        self.config = config
+        self.host = Host() if host is None else host
+        self.steps = 0
+        """Calls of ``step`` so far."""
+        ledger = Ledger()
+        meter = ErrorMeter(config.error_bound)
+        iteration = self._count_steps if self.host.iteration is None else self.host.iteration
+        rules = config.rules(self._train_iters())
+        policy = Policy(rules, ledger, iteration, config.validate_uncompressed, meter)
+        transports = Transports(config.transport, config.communicators)
+        self.run = Run(policy, ledger, transports)
+        """What communication sites share: policy, ledger, transports, the state of lossless payloads."""
+        tensor_parallel = TensorParallel(config.tensor_parallel, self.run, self.host.log)
+        tensor_parallel.broadcasts_batch = self.host.broadcasts_batch
+        self.gradients = Gradients(config.data_parallel, self.run, self.host.log)
+        """The data-parallel part: the topology of its groups."""
+        self.dimensions: dict[str, Dimension] = {
+            "tensor_parallel": tensor_parallel,
+            "context_parallel": ContextParallel(config.context_parallel, self.run, self.host.log),
+            "expert_parallel": ExpertParallel(config.expert_parallel, self.run, self.host.log),
+            "caat_net": CaatNet(config.caat_net, self.run, self.host.log),
+            "pipeline_parallel": PipelineParallel(
+                config.pipeline_parallel, self.run, self.host.log
+            ),
+            "data_parallel": self.gradients,
+        }
+        """By the name of their settings in ``CompressionConfig``, in the order in which they are attached."""
+        self.report_settings: dict[str, Any] = {}
+        """What the report stores of all settings."""
+        self.reporter: Reporter | None = None
+        self.audit: BackendAudit | None = None
+        """Both: None in a loop without a log interval."""
+        self.automatic: Any = None
+        """The ``Automatic`` that completes the settings when the model is there (``--compression auto``)."""
+        self.repetition: repetition.Repetition | None = None
+        """Repeats training passes with an overflow; None: none can be, or no codec overflows."""
+        self.whole_iterations: graphs.WholeIterations | None = None
+        """Follows CUDA graphs of whole iterations; None: there are none."""
+        self.awaits_provided_chunks = False
+        """Whether the model comes from a provider, chunk after chunk."""
+        self.split = "valid"
+        """Which split is evaluated next: valid or test."""
+        self._is_closed = False
+        self._wrapped = False
+        self._small_is_logged = False
+        self._is_resumed = False
+
+    @property
+    def ledger(self) -> Ledger:
+        """Bytes sent, by traffic class, reason and operation."""
+        return self.run.ledger
+
+    def open(self) -> "Session":
+        """Begin: from here on the model of this session is followed, as it is attached.
+
+        Raises:
+            CompressionConfigError: another open session has CUDA graphs of whole iterations, too.
+        """
+        running.open_run(self.run)
+        self.ledger.count_replays()
+        arguments = self.host.arguments
+        if arguments is not None:
+            self.run.session = self
+            self.whole_iterations = graphs.follow(self)
+        if self.host.log_interval:
+            self._open_report()
+        return self
+
+    def _open_report(self) -> None:
+        """Make what follows the run to its report, and checks the ledger in the first iteration."""
+        host, config, meter = self.host, self.config, self.run.policy.meter
+        if config.report or config.error_bound is not None:
+            meter.interval = host.log_interval
+        self.report_settings = {"compression": config.asdict(), "megatron": host.settings()}
+        min_mb = config.tensor_parallel.min_bytes / 2**20
+        name = host.names.of("tensor_parallel.min_mb")
+        separator = " " if name.startswith("--") else "="
+        self.reporter = Reporter(
+            self.ledger,
+            meter,
+            log_interval=host.log_interval,
+            settings=self.report_settings,
+            directory=config.report,
+            train_iters=host.train_iters,
+            track=host.track,
+            small_hint=f"{name}{separator}{min_mb:g}",
+            clock=host.seconds,
+        )
+        has_experts = getattr(host.arguments, "num_experts", None) is not None
+        self.audit = BackendAudit(self.ledger, partial(groups_by_dimension, has_experts))
+
+    def close(self) -> None:
+        """End: nothing of this run is compressed or counted from here on, also where its model lives on.
+
+        All ranks close at the same place of their loops. After the last session of a process has been closed,
+        the functions that were replaced in other packages are their own again.
+        """
+        self._is_closed = True
+        self.run.policy.rules = {}
+        self.run.session = None
+        if self.audit is not None:
+            self.audit.abandon()
+        self.ledger.ignore_replays()
+        running.close_run(self.run)
+
+    def __enter__(self) -> "Session":
+        return self.open()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def adopt(self, config: CompressionConfig) -> None:
+        """Use settings in place of the present ones; before anything is attached."""
+        self.config = config
+        self.report_settings["compression"] = config.asdict()
+        policy = self.run.policy
+        policy.rules = config.rules(self._train_iters())
+        policy.meter.bound = config.error_bound
+        for name, dimension in self.dimensions.items():
+            dimension.adopt(getattr(config, name))
+
+    def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Hook into the model chunks of this pipeline stage, before they are wrapped. Collective.
+
+        Raises:
+            CompressionConfigError: a layer communicates in a way that is not covered.
+        """
+        if self.automatic is not None:
+            return self.automatic.attach_model(chunks)
+        return self.attach_dimensions(chunks)
+
+    def attach_dimensions(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Hook into chunks with the settings as they are; see ``attach_model``."""
+        running.claim(chunks, self.run)
+        for dimension in self.dimensions.values():
+            dimension.attach(chunks)
+        return chunks
+
+    def chunk_provided(self, chunk: torch.nn.Module) -> torch.nn.Module:
+        """Hook into a chunk that a model provider has just made."""
+        if self.automatic is not None:
+            self.automatic.attach_next([chunk])
+        else:
+            self.attach_model([chunk])
+        return chunk
+
+    def attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Hook into the chunks that DDP has wrapped. Collective.
+
+        Raises:
+            CompressionConfigError: a part of a spec by site that meets no site on any rank.
+        """
+        codecs = [codec for rule in self.run.policy.rules.values() for codec in rule.codecs]
+        check_contract(codecs)
+        line = fp8_in_software(codecs)
+        if line:
+            self.host.log(f"compression: {line}")
+        running.claim(chunks, self.run)
+        for dimension in self.dimensions.values():
+            dimension.attach_wrapped(chunks)
+        self._wrapped = True
+        if self.audit is not None:
+            self.audit.start_with_first_forward(chunks)
+        if self.host.arguments is not None:
+            # By now --compression auto has decided, too.
+            self.repetition = repetition.follow(self)
+        return chunks
+
+    def describe(self) -> None:
+        """Log what travels how."""
+        if self.host.arguments is not None:
+            for line in self.config.describe(self.host.arguments):
+                self.host.log(f"compression: {line}")
+
+    def refuse_missing_calls(self, *_: object) -> None:
+        """Refuse to run a chunk in a loop of one's own that leaves out a call which some compression needs.
+
+        Raises:
+            CompressionConfigError: gradients or iterations that nobody tells of.
+        """
+        if self.steps or self._is_closed or not torch.is_grad_enabled():
+            return
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        if self.config.data_parallel.enabled and replicas > 1 and not self._wrapped:
+            raise CompressionConfigError(
+                "gradients are not compressed: call compression.attach_wrapped(chunks) after "
+                "DistributedDataParallel has wrapped the chunks"
+            )
+        rules = self.run.policy.rules.values()
+        begins_later = any(rule.codecs and rule.start_iteration for rule in rules)
+        gradients = self.ledger.totals()["dp.gradient"].values()
+        has_sent_gradients = any(sent for sent, _ in gradients)
+        if begins_later and self.host.iteration is None and has_sent_gradients:
+            raise CompressionConfigError(
+                "compression never begins, since no iteration is counted: call compression.step() after each "
+                "iteration, or give attach(iteration=...)"
+            )
+
+    def summary(self) -> str:
+        """Return what this rank has sent in training so far, and would have sent uncompressed: a line for each
+        class of traffic, and one for all."""
+        rows = {}
+        for traffic, by_reason in self.ledger.totals().items():
+            total = _sum(by_reason.values())
+            if any(total):
+                rows[traffic] = total
+        rows["all"] = _sum(rows.values())
+        lines = []
+        for traffic, (sent, uncompressed) in rows.items():
+            ratio = uncompressed / sent if sent else 1
+            lines.append(
+                f"{traffic:12s} {sent / 1e6:12.3f} MB sent, {uncompressed / 1e6:12.3f} MB uncompressed, "
+                f"ratio {ratio:.2f}"
+            )
+        return "\n".join(lines)
+
+    def step(self) -> None:
+        """Count an iteration that has ended; for loops that do not tell the iteration otherwise."""
+        self.steps += 1
+        if self._small_is_logged:
+            return
+        small = sum(by_reason["small"][0] for by_reason in self.ledger.totals().values())
+        if small:
+            self._small_is_logged = True
+            least = f"min_mb = {self.config.tensor_parallel.min_bytes / 2**20:g}"
+            self.host.log(
+                f"compression: {small / 1e6:.3f} MB so far are in messages under {least} and uncompressed"
+            )
+
+    def training_begins(self) -> None:
+        """Note that everything is built and loaded."""
+        self.host.training_begins()
+
+    def iteration_ends(self, iteration: int, losses: dict[str, torch.Tensor]) -> None:
+        """Follow an iteration that has ended: the audit of the first, the log line at the log interval, what
+        the error bound decides there.
+
+        Args:
+            iteration: its number, counted from 1.
+            losses: its losses by name, on the last pipeline stage; empty elsewhere and where it was skipped.
+        """
+        if self.audit is not None:
+            for line in self.audit.finish():
+                self.host.log(f"compression: {line}")
+        if self.reporter is not None:
+            self.reporter.on_training_log(iteration, losses)
+        self._apply_error_bound(iteration)
+        if self.automatic is not None:
+            self.automatic.on_training_log(iteration)
+
+    def _apply_error_bound(self, iteration: int) -> None:
+        meter = self.run.policy.meter
+        if meter.bound is None or iteration % self.host.log_interval:
+            return
+        sharing = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        new = meter.decide(sharing, parallel_state.get_pipeline_model_parallel_group())
+        for (site, traffic), error in sorted(new.items()):
+            self.host.log(
+                f"compression: {site} {traffic} has a relative error of {error:.4g}, past "
+                f"{self.host.names.of('error_bound')} {meter.bound:g}; it goes uncompressed after iteration "
+                f"{iteration}"
+            )
+
+    def evaluation_begins(self) -> None:
+        """Count the traffic of an evaluation of ``split`` separately from here on."""
+        self.host.training_begins()  # a run that only evaluates
+        if self.reporter is not None:
+            self.reporter.before_evaluate(self.split)
+
+    def evaluation_ends(self, losses: dict[str, torch.Tensor] | None) -> None:
+        """Store the losses of an evaluation; None: it failed."""
+        if self.reporter is not None:
+            self.reporter.after_evaluate(losses)
+
+    def training_ends(self) -> None:
+        """Write the report."""
+        if self.reporter is not None:
+            self.reporter.finish()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resume needs besides weights and optimizer: plain values, the same on every rank."""
+        return {"steps": self.steps, "error_bound": self.run.policy.meter.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from what ``state`` gave."""
+        self.steps = state.get("steps", 0)
+        meter = self.run.policy.meter
+        tripped = state.get("error_bound")
+        if meter.bound is not None and tripped:
+            meter.restore(tripped)
+            sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in tripped)
+            self.host.log(f"compression: uncompressed as when the checkpoint was saved: {sites}")
+
+    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+        """Put the config, ``state`` and the dimensions' own into a checkpoint of Megatron's."""
+        if not is_loading:
+            state_dict[STATE] = {"config": self.config.asdict(), **self.state()}
+        for dimension in self.dimensions.values():
+            dimension.add_state(state_dict, is_loading)
+
+    def check_checkpoint_arguments(self, checkpoint_arguments: Namespace) -> None:
+        """Refuse a checkpoint that this run cannot continue, by the arguments saved with it."""
+        self.host.check_checkpoint(checkpoint_arguments)
+
+    def checkpoint_read(self, state_dict: dict[str, Any] | None) -> None:
+        """Continue from a checkpoint that Megatron has read; None: there is none.
+
+        Megatron reads twice: the arguments, with the plain values, and then everything.
+        """
+        if state_dict is None:
+            return
+        if STATE in state_dict and self.host.continues() and not self._is_resumed:
+            self._is_resumed = True
+            self.resume(state_dict)
+        for dimension in self.dimensions.values():
+            dimension.loaded(state_dict)
+
+    def resume(self, state_dict: dict[str, Any]) -> None:
+        """Continue as the run that saved this state dict, and log which settings have changed since."""
+        saved = state_dict[STATE]
+        changed = changed_settings(saved["config"], self.config.asdict())
+        if changed:
+            self.host.log(
+                f"compression: other settings than the checkpoint's: {', '.join(changed)}"
+            )
+        self.load_state(saved)
+
+    def _count_steps(self) -> int:
+        return self.steps
+
+    def _train_iters(self) -> int | None:
+        if self.host.arguments is not None:
+            return train_iterations(self.host.arguments)
+        return self.host.train_iters()
+
+
+def groups_by_dimension(has_experts: bool) -> dict[str, list[dist.ProcessGroup]]:
+    """Return this rank's process groups by dimension, for the audit; experts have groups of their own."""
+    groups = {
+        "expert parallel": [],
+        "tensor parallel": [parallel_state.get_tensor_model_parallel_group()],
+        "data parallel": [parallel_state.get_data_parallel_group(with_context_parallel=True)],
+        "pipeline parallel": [parallel_state.get_pipeline_model_parallel_group()],
+        "context parallel": [parallel_state.get_context_parallel_group()],
+    }
+    if has_experts:
+        groups["expert parallel"] += [parallel_state.get_expert_tensor_and_model_parallel_group()]
+        groups["tensor parallel"] += [parallel_state.get_expert_tensor_parallel_group()]
+        groups["data parallel"] += [parallel_state.get_expert_data_parallel_group()]
+    return groups
+
+
+def _sum(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the sums of bytes sent and of uncompressed bytes."""
+    total_sent = 0
+    total_uncompressed = 0
+    for sent, uncompressed in pairs:
+        total_sent += sent
+        total_uncompressed += uncompressed
+    return total_sent, total_uncompressed
