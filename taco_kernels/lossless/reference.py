@@ -189,7 +189,8 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     check_tensor("x", x, layout.dtype, (None, layout.numel))
     payloads = torch.zeros((len(x), layout.payload_bytes), dtype=torch.uint8, device=x.device)
     if layout.raw:
-        values = x.contiguous().view(torch.uint8)
+        # A copy: a row of one value may have any stride, and then has no view as bytes.
+        values = x.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         payloads[:, HEADER : HEADER + values.shape[1]] = values
         return payloads
     for row, payload in zip(x, payloads, strict=True):

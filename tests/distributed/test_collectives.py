@@ -7,7 +7,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import TorchTransport, Transports
+from megatron.compression.communication import (
+    CommSite,
+    Ledger,
+    Policy,
+    Rule,
+    Run,
+    TorchTransport,
+    Transports,
+)
 from megatron.compression.communication.collectives import (
     all_gather,
     all_reduce,
@@ -138,6 +146,37 @@ def _check_several_communicators(rank: int, world_size: int, group) -> None:
         expected = operation(x, codec, plain).wait()
         assert torch.equal(operation(x, codec, shared).wait(), expected)
     assert sends == plain_sends
+
+
+EMPTY = [(0,), (0, 4), (6, 0)]
+
+
+def empty_messages_worker(rank: int, world_size: int, spec: str | None) -> dict[str, tuple]:
+    """Shapes of the results of messages without values, by operation and shape."""
+    ledger = Ledger()
+    rules = {} if spec is None else {"tp.forward": Rule(parse_codec(spec))}
+    site = CommSite("layer", dist.group.WORLD, Run(Policy(rules, ledger), ledger))
+    shapes = {}
+    for shape in EMPTY:
+        x = torch.zeros(shape, device=device_of(rank))
+        for operation in ("all_reduce", "reduce_scatter", "all_gather"):
+            result = site.message("tp.forward", operation, 0).start(x).wait()
+            shapes[f"{operation} {shape}"] = tuple(result.shape)
+        gather = site.pair("tp.forward", None, 0).encoded_gather()
+        result = gather.gather(gather.encode(x), x.shape, x.dtype).wait()
+        shapes[f"encoded gather {shape}"] = tuple(result.shape)
+    return shapes
+
+
+@pytest.mark.parametrize("spec", [None, "int8", "identity", "lossless", "taco"])
+def test_messages_without_values(spec: str | None) -> None:
+    """They have the shapes that others would have, by every codec and without one."""
+    for shapes in spawn(empty_messages_worker, 2, spec):
+        for first, *rest in EMPTY:
+            assert shapes[f"all_reduce {(first, *rest)}"] == (first, *rest)
+            assert shapes[f"reduce_scatter {(first, *rest)}"] == (first // 2, *rest)
+            assert shapes[f"all_gather {(first, *rest)}"] == (2 * first, *rest)
+            assert shapes[f"encoded gather {(first, *rest)}"] == (2 * first, *rest)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -47,6 +47,22 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
+FLAT = [spec for spec in (*SPECS, "lossless") if not parse_codec(spec).hops[0].sees_shape]
+"""Codecs of any values; the others encode whole tokens."""
+
+
+@pytest.mark.parametrize("spec", FLAT)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_one_value_with_any_stride(spec: str, rows: int) -> None:
+    """torch calls such a tensor contiguous, but has no view of its bytes."""
+    codec = parse_codec(spec).hops[0]
+    x = torch.empty_strided((rows, 1), (7, 5), dtype=torch.bfloat16).copy_(values(rows, 1))
+    contiguous = x.clone(memory_format=torch.contiguous_format)
+    assert torch.equal(codec.encode(x), codec.encode(contiguous))
+    decoded = codec.decode(codec.encode(x), (1,), torch.bfloat16)
+    assert torch.equal(decoded, codec.decode(codec.encode(contiguous), (1,), torch.bfloat16))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_rows(spec: str) -> None:
     """Payloads have the size that was said, rows do not touch each other, and strides do not matter."""

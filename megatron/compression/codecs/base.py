@@ -260,3 +260,15 @@ def _rows_of(out: torch.Tensor) -> torch.Tensor | None:
 def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """``[rows, ...]`` of a codec's results; a single one is not copied."""
     return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
+
+
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return ``[rows, values]`` of ``[rows, *shape]``, whose bytes can be viewed as another dtype.
+
+    ``contiguous`` leaves a tensor of one value a row as it is, whatever its stride, and such a tensor has no
+    view of another dtype.
+    """
+    rows = x.reshape(len(x), -1).contiguous()
+    if rows.stride(-1) != 1:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.compression.codecs.base import Codec, Shape
+from megatron.compression.codecs.base import Codec, Shape, contiguous_rows
 from megatron.compression.codecs.registry import register_codec
 
 
@@ -19,10 +19,10 @@ class IdentityCodec(Codec):
         return 4 * math.prod(shape)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float().reshape(x.shape[0], -1).contiguous().view(torch.uint8)
+        return contiguous_rows(x.float()).view(torch.uint8)
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        return payloads.contiguous().view(torch.float32).reshape(len(payloads), *shape).to(dtype)
+        return payloads.reshape(-1).view(torch.float32).reshape(len(payloads), *shape).to(dtype)
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """The new values: a difference of bf16 values need not be exact in fp32."""

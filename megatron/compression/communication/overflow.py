@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import Codec
-from megatron.compression.codecs.base import Shape
+from megatron.compression.codecs.base import Shape, contiguous_rows
 
 if TYPE_CHECKING:  # transports hold the overflow state of their run
     from megatron.compression.communication.transport import TorchTransport
@@ -193,7 +193,7 @@ class AsIs(Codec):
         return self.dtype.itemsize * math.prod(shape)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(len(x), -1).contiguous().view(torch.uint8)
+        return contiguous_rows(x).view(torch.uint8)
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        return payloads.contiguous().view(self.dtype).view(len(payloads), *shape).to(dtype)
+        return payloads.reshape(-1).view(self.dtype).view(len(payloads), *shape).to(dtype)

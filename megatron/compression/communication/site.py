@@ -247,6 +247,9 @@ class SiteMessage:
         """
         if self.codec is None:
             return x
+        if x.numel() == 0:  # on all ranks: nothing is encoded, and nothing has to be decoded
+            self.codec = None
+            return x
         self._measure(x)
         self.codec, payload = encode(self.codec.hops[1], x[None], self.site.transport(self.traffic))
         return payload
