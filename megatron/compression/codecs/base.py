@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from taco_kernels.taco import CodecConfig
 
 Shape = Sequence[int]
+"""The shape of one row: what is encoded is ``[rows, *shape]``."""
 
 
 class Codec(abc.ABC):
     """Turns each row of a tensor into a uint8 payload of a size that is known beforehand, and back.
 
-    A codec is pure: no communication, no state, no host synchronisation. Subclasses are frozen dataclasses,
-    entered with ``@register_codec``; three methods are enough (``payload_bytes``, ``encode``, ``decode``),
-    the others have slower definitions here. A row has any shape and any number of values (a codec pads
-    inside). Values that share a scale with a NaN or an infinity decode to numbers that are not finite."""
+    A codec is pure: no communication, no state, no host synchronisation, so it can be captured in a CUDA
+    graph. Subclasses are frozen dataclasses, entered with ``@register_codec``; three methods are enough
+    (``payload_bytes``, ``encode``, ``decode``), the others have slower definitions here. A row has any shape
+    and any number of values (a codec pads inside). Values that share a scale with a NaN or an infinity decode
+    to numbers that are not finite. ``contract.check_contract`` tries a user's own codec when a run begins.
+    """
 
     @property
     def sees_shape(self) -> bool:
@@ -47,9 +50,10 @@ class Codec(abc.ABC):
 
     @property
     def hops(self) -> tuple[Codec, Codec]:
-        """What encodes in the first and in the second exchange of a collective.
+        """The codecs of the first and of the second exchange of a collective.
 
-        All-reduce: partial sums, their sum. Data parallelism over nodes: inside a node, between nodes.
+        An all-reduce sends partial sums and then their sum; data parallelism over nodes sends inside a node
+        and then between nodes.
         """
         return self, self
 
@@ -61,7 +65,7 @@ class Codec(abc.ABC):
 
     @property
     def backward(self) -> Codec:
-        """What encodes the gradients of what this codec encodes, where nobody chooses another one."""
+        """The codec of the gradients of what this one encodes, where nobody chooses another one."""
         return self
 
     @property
@@ -75,37 +79,58 @@ class Codec(abc.ABC):
     decoded to, and it may overflow: ``overflow_flag``."""
 
     def overflow_flag(self, payloads: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[]`` of uint8 ``[rows, bytes]`` that one call has encoded: 1 where the values of a row did
-        not fit, which then decodes to zeros. Asked of lossless codecs only."""
+        """Return uint8 ``[]``: 1 if the values of some row did not fit, which then decodes to zeros.
+
+        Only lossless codecs are asked. The flag stays on the device.
+
+        Args:
+            payloads: uint8 ``[rows, bytes]``, encoded by one call.
+        """
         raise NotImplementedError(f"{self.name} does not overflow")
 
     def message_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
-        """``payload_bytes`` of a row of ``dtype``, where that matters."""
+        """Return ``payload_bytes`` of a row of ``dtype``, where the dtype matters."""
         return self.payload_bytes(shape)
 
     @abc.abstractmethod
     def payload_bytes(self, shape: Shape) -> int:
-        """Exact bytes of the payload of one row of ``shape``."""
+        """Return the exact bytes of the payload of one row of ``shape``."""
 
     @abc.abstractmethod
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[rows, payload_bytes(shape)]``, contiguous, of ``x [rows, *shape]`` (bf16, fp16, fp32; any
-        strides)."""
+        """Return the payloads of a tensor's rows: uint8 ``[rows, payload_bytes(shape)]``, contiguous.
+
+        Args:
+            x: ``[rows, *shape]``, bf16, fp16 or fp32, any strides; left as it is.
+        """
 
     @abc.abstractmethod
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """``[rows, *shape]`` of ``dtype`` from uint8 ``[rows, bytes]``."""
+        """Return what payloads hold: ``[rows, *shape]`` of ``dtype``.
+
+        Args:
+            payloads: uint8 ``[rows, bytes]``.
+            shape: one row's.
+            dtype: the result's.
+        """
 
     def decode_into(
         self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """``decode``, in ``out`` if given (its dtype)."""
+        """Return ``decode``, in ``out`` if that is given.
+
+        Args:
+            payloads: uint8 ``[rows, bytes]``.
+            shape: one row's.
+            dtype: the result's, where ``out`` is None.
+            out: ``[rows, *shape]``, any strides, of the result's dtype.
+        """
         if out is None:
             return self.decode(payloads, shape, dtype)
         return self.decode_sum(payloads[None], shape, dtype, out=out)
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[a, b, bytes]`` of ``x [a, b, n]``: rows that are not contiguous in memory."""
+        """Return uint8 ``[a, b, bytes]`` of ``x [a, b, n]``, whose rows need not be contiguous in memory."""
         return torch.stack([self.encode(rows) for rows in x])
 
     def decode_sum(
@@ -116,18 +141,29 @@ class Codec(abc.ABC):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``scale`` times the sum over S of uint8 ``[S, rows, bytes]``: ``[rows, *shape]``, or ``out``.
+        """Return the scaled sum of what several senders have encoded: ``[rows, *shape]``, or ``out``.
 
-        Summed in fp32 in the order of S, then scaled, then rounded to ``dtype`` (or that of ``out``).
+        The sum is formed in fp32 in the order of senders, then scaled, then rounded once.
+
+        Args:
+            payloads: uint8 ``[senders, rows, bytes]``.
+            shape: one row's.
+            dtype: the result's, where ``out`` is None; the dtype that was encoded, for lossless codecs.
+            scale: multiplies the sum.
+            out: ``[rows, *shape]``, any strides and dtype.
         """
         rows = None if out is None else _rows_of(out)
-        if rows is None:
-            target, values = dtype if out is None else out.dtype, math.prod(shape)
-            rows = torch.empty(payloads.shape[1], values, dtype=target, device=payloads.device)
+        if rows is not None:
             self.sum_into(payloads, shape, dtype, scale, rows)
-            return rows.view(-1, *shape) if out is None else out.copy_(rows.view(out.shape))
+            return out
+        result_dtype = dtype if out is None else out.dtype
+        rows = torch.empty(
+            payloads.shape[1], math.prod(shape), dtype=result_dtype, device=payloads.device
+        )
         self.sum_into(payloads, shape, dtype, scale, rows)
-        return out
+        if out is None:
+            return rows.view(-1, *shape)
+        return out.copy_(rows.view(out.shape))
 
     def sum_into(
         self,
@@ -137,9 +173,18 @@ class Codec(abc.ABC):
         scale: float,
         rows: torch.Tensor,
     ) -> None:
-        """Write ``decode_sum`` into ``rows [rows, n]``, whose rows are contiguous, in their dtype."""
-        single = len(payloads) == 1 and scale == 1.0
-        total = self.decode(payloads[0], shape, rows.dtype if single else torch.float32)
+        """Write ``decode_sum`` into memory.
+
+        Args:
+            payloads: uint8 ``[senders, rows, bytes]``.
+            shape: one row's.
+            dtype: the dtype that was encoded, for lossless codecs.
+            scale: multiplies the sum.
+            rows: ``[rows, n]`` of any dtype, whose rows are contiguous.
+        """
+        is_plain_copy = len(payloads) == 1 and scale == 1.0
+        total_dtype = rows.dtype if is_plain_copy else torch.float32
+        total = self.decode(payloads[0], shape, total_dtype)
         for sender in payloads[1:]:
             total = total + self.decode(sender, shape, torch.float32)
         if scale != 1.0:
@@ -147,11 +192,17 @@ class Codec(abc.ABC):
         rows.copy_(total.view(rows.shape))
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        """The sum over S of uint8 ``[S, rows, bytes]``, as ``into`` encodes it: uint8 ``[rows, bytes']``."""
+        """Return the sum of what several senders have encoded, encoded again: uint8 ``[rows, bytes]``.
+
+        Args:
+            payloads: uint8 ``[senders, rows, bytes]``.
+            shape: one row's.
+            into: the codec of the sum.
+        """
         return into.encode(self.decode_sum(payloads, shape, torch.float32))
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """uint8 ``[bytes]`` of what turns ``old`` into ``new``, both ``[n]``; subtracted in fp32."""
+        """Return uint8 ``[bytes]`` of what turns ``old`` into ``new``, both ``[n]``; subtracted in fp32."""
         return self.encode((new.float() - old.float())[None])[0]
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -160,16 +211,18 @@ class Codec(abc.ABC):
         return weights.copy_(weights.float() + change)
 
     def bits_per_value(self, shape: Shape = (2**20,)) -> float:
-        """What a value of a row of ``shape`` costs, scales and padding included."""
+        """Return the bits that a value of a row of ``shape`` costs, scales and padding included."""
         return 8 * self.payload_bytes(shape) / math.prod(shape)
 
 
 @dataclass(frozen=True)
 class TwoHops(Codec):
-    """``int5/int6``: ``first`` for partial sums and single messages, ``second`` for what is sent of sums."""
+    """Two codecs, ``int5/int6``, for the two exchanges of a collective."""
 
     first: Codec
+    """Encodes partial sums and single messages."""
     second: Codec
+    """Encodes sums."""
 
     def __post_init__(self) -> None:
         if self.first.lossless or self.second.lossless:
@@ -208,8 +261,11 @@ class TwoHops(Codec):
 
 
 def offered(dimension: str = "") -> list[str]:
-    """The names that a dimension's setting takes where settings of the codec do not decide: codecs, the
-    dimension's recipes and, for data parallelism, compressors of gradients. Without a dimension all codecs."""
+    """Return the names that a dimension's setting takes at their default settings.
+
+    These are codecs, the dimension's recipes and, for data parallelism, compressors of gradients. Without a
+    dimension: all codecs.
+    """
     names = []
     for name in CODECS.names():
         codec = CODECS.parse(name)
@@ -225,14 +281,15 @@ def offered(dimension: str = "") -> list[str]:
 
 @functools.cache
 def parse_codec(text: str, dimension: str = "") -> Codec:
-    """The codec that a spec names; ``FIRST/SECOND`` for one each in the two exchanges of a collective.
+    """Return the codec that a spec names; ``FIRST/SECOND`` names one for each exchange of a collective.
 
     Args:
         text: the spec, such as ``int6:group=64``.
         dimension: the dimension whose setting takes the spec (``tensor_parallel``), so that an error lists
             what that setting takes.
 
-    Raises: CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
+    Raises:
+        CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
     """
     if "/" in text:
         first, _, second = text.partition("/")
@@ -251,15 +308,19 @@ def parse_codec(text: str, dimension: str = "") -> Codec:
 
 
 def _rows_of(out: torch.Tensor) -> torch.Tensor | None:
-    """``out`` as ``[rows, n]`` if that is a view with contiguous rows."""
+    """Return ``out`` as a view ``[rows, n]`` with contiguous rows, or None: there is no such view."""
     if out.dim() == 2 and (out.stride(1) == 1 or out.shape[1] < 2):
         return out
-    return out.view(len(out), -1) if out.is_contiguous() else None
+    if out.is_contiguous():
+        return out.view(len(out), -1)
+    return None
 
 
 def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``[rows, ...]`` of a codec's results; a single one is not copied."""
-    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
+    """Return ``[rows, ...]`` of a codec's results for single rows; one alone is not copied."""
+    if len(rows) == 1:
+        return rows[0].unsqueeze(0)
+    return torch.stack(tuple(rows))
 
 
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:

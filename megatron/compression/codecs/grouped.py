@@ -23,8 +23,8 @@ from taco_kernels.taco import CodecConfig
 class GroupedCodec(Codec):
     """The codec contract over the kernels of ``taco_kernels.taco``: Triton on CUDA, plain torch elsewhere.
 
-    Sums run in the Hadamard domain, in fp32, with one inverse transform at the end; those of
-    two senders after one each.
+    Sums run in the Hadamard domain, in fp32, with one inverse transform at the end; the payloads of two
+    senders are transformed back one by one.
     """
 
     @property
@@ -38,27 +38,29 @@ class GroupedCodec(Codec):
 
     @cached_property
     def fused_config(self) -> CodecConfig | None:
-        """None where channels are normalised, which those kernels cannot."""
+        """See ``Codec.fused_config``; None where channels are normalised, which those kernels cannot."""
         return None if self.sees_shape else self.config
 
     @cached_property
     def domain(self) -> tuple[object, ...]:
-        """What is alike in codecs of which one can encode the sums of the other's groups as they are."""
+        """The settings that are alike in two codecs of which one encodes the other's sums without leaving
+        the Hadamard domain."""
         return self.sees_shape, self.block, self.config.hadamard, self.config.outliers
 
     def payload_bytes(self, shape: Shape) -> int:
         return self.config.wire_bytes(math.prod(shape))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        rows, values = x.shape[0], x.shape[1:].numel()
-        if (
-            rows > 1 and values % self.block
-        ):  # the kernels pad a tensor's end, not that of every row
+        rows = x.shape[0]
+        values = x.shape[1:].numel()
+        if rows > 1 and values % self.block:
+            # The kernels pad a tensor's end, not that of every row.
             x = F.pad(x.reshape(rows, values), (0, -values % self.block))
         return taco.encode(x, self.config, rows)
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        rows, values = len(payloads), math.prod(shape)
+        rows = len(payloads)
+        values = math.prod(shape)
         if rows == 1 or values % self.block == 0:
             return taco.decode(payloads, self.config, (rows, *shape), dtype)
         padded = taco.decode(payloads, self.config, (rows, values + -values % self.block), dtype)
@@ -72,28 +74,32 @@ class GroupedCodec(Codec):
         scale: float,
         rows: torch.Tensor,
     ) -> None:
-        single, count = len(payloads) == 1 and scale == 1.0, len(rows)
-        if self.sees_shape or (single and count > 1 and rows.shape[1] % self.block):
+        is_plain_copy = len(payloads) == 1 and scale == 1.0
+        has_padded_rows = len(rows) > 1 and rows.shape[1] % self.block
+        if self.sees_shape or (is_plain_copy and has_padded_rows):
             super().sum_into(payloads, shape, dtype, scale, rows)
-        elif single:
+            return
+        if is_plain_copy:
             taco.decode(payloads[0], self.config, rows.shape, rows.dtype, out=rows)
-        else:
-            for row in range(count):
-                own, wires = rows[row : row + 1], payloads[:, row]
-                if scale == 1.0:
-                    taco.decode_sum(wires, self.config, own.shape, own.dtype, out=own)
-                else:
-                    own.copy_(
-                        taco.decode_sum(wires, self.config, own.shape, torch.float32).mul_(scale)
-                    )
+            return
+        for index in range(len(rows)):
+            row = rows[index : index + 1]
+            row_payloads = payloads[:, index]
+            if scale == 1.0:
+                taco.decode_sum(row_payloads, self.config, row.shape, row.dtype, out=row)
+            else:
+                # The kernels round to the result's dtype: scale in fp32 first, so that it is rounded once.
+                total = taco.decode_sum(row_payloads, self.config, row.shape, torch.float32)
+                row.copy_(total.mul_(scale))
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        """Does not leave the Hadamard domain where both codecs have the same."""
+        """See ``Codec.decode_sum_encode``; two codecs of one ``domain`` do not leave it in between."""
         if self.sees_shape or not isinstance(into, GroupedCodec) or into.domain != self.domain:
             return super().decode_sum_encode(payloads, shape, into)
-        values, config = math.prod(shape), into.config
+        values = math.prod(shape)
         rows = [
-            taco.decode_sum_encode(row, self.config, values, config) for row in payloads.unbind(1)
+            taco.decode_sum_encode(row_payloads, self.config, values, into.config)
+            for row_payloads in payloads.unbind(1)
         ]
         return stacked(rows)
 
@@ -101,7 +107,10 @@ class GroupedCodec(Codec):
 @register_codec("taco")
 @dataclass(frozen=True)
 class TacoCodec(GroupedCodec):
-    """TACO (arXiv 2604.24088): FP8 after an adaptive-scale Hadamard transform, with dual scales."""
+    """TACO (arXiv 2604.24088): FP8 after an adaptive-scale Hadamard transform, with dual scales.
+
+    taco_kernels/taco/reference.py has the method's formulas.
+    """
 
     format: str = "fp8-e4m3"
     """Number format on the wire: fp8-e4m3 (the paper's), fp8-e5m2, int8, int6, int5 or int4."""
@@ -135,8 +144,12 @@ class TacoCodec(GroupedCodec):
 @register_codec("int4", bits=4)
 @dataclass(frozen=True)
 class IntCodec(GroupedCodec):
-    """Integers of 4 to 8 bits after a Hadamard transform, with one scale a group. With ``normalize`` the
-    statistics of each channel over a row's tokens are sent too, in bf16."""
+    """Integers of 4 to 8 bits after a Hadamard transform, with one scale a group.
+
+    With ``normalize`` each row is a message of tokens: every channel is centred and divided by its root mean
+    square over the row's tokens first; these statistics are sent too, in bf16. Early in training nearly all
+    of what a pipeline stage sends is a mean that the tokens share.
+    """
 
     bits: int
     group: int = 128
@@ -183,8 +196,10 @@ class IntCodec(GroupedCodec):
 
     @property
     def backward(self) -> Codec:
-        """Gradients have no mean worth the statistics."""
-        return replace(self, normalize="none", hadamard=False) if self.sees_shape else self
+        """See ``Codec.backward``; gradients have no mean worth the statistics of channels."""
+        if not self.sees_shape:
+            return self
+        return replace(self, normalize="none", hadamard=False)
 
     def payload_bytes(self, shape: Shape) -> int:
         layout = self._layout(shape) if self.sees_shape else None
@@ -205,7 +220,7 @@ class IntCodec(GroupedCodec):
         return values.view(len(payloads), *shape)
 
     def _layout(self, shape: Shape) -> ChannelNormLayout | None:
-        """Of a message of normalised channels; None of an empty one."""
+        """Return the layout of a message of normalised channels; None: it is empty."""
         if not math.prod(shape):
             return None
         if shape[-1] % self.group:
@@ -214,7 +229,7 @@ class IntCodec(GroupedCodec):
 
 
 def fp8_in_software(codecs: Iterable[object]) -> str | None:
-    """A line for the log where this GPU has no instructions for the fp8 of some of ``codecs``; else None."""
+    """Return a line for the log where this GPU has no instructions for the fp8 of some codecs, or None."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9):
         return None
     hops = {hop for codec in codecs for hop in getattr(codec, "hops", ())}

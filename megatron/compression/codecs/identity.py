@@ -15,7 +15,7 @@ class IdentityCodec(Codec):
     """Sends fp32 values: exact for bf16, fp16 and fp32, and sums without an intermediate rounding."""
 
     def payload_bytes(self, shape: Shape) -> int:
-        """Four bytes a value."""
+        """Return four bytes a value."""
         return 4 * math.prod(shape)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -25,9 +25,9 @@ class IdentityCodec(Codec):
         return payloads.reshape(-1).view(torch.float32).reshape(len(payloads), *shape).to(dtype)
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """The new values: a difference of bf16 values need not be exact in fp32."""
+        """Return the new values: a difference of bf16 values need not be exact in fp32."""
         return self.encode(new[None])[0]
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The new values in place of the old ones."""
+        """Put the new values in the place of the old ones."""
         return self.decode_into(payloads, weights.shape[1:], weights.dtype, weights)

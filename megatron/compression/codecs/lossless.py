@@ -1,5 +1,9 @@
-"""Lossless: exponents in fewer bits, every bit comes back. A payload whose values did not fit into the size
-that is agreed beforehand decodes to zeros; communication/overflow.py has what is sent then."""
+"""Lossless: exponents in fewer bits, every bit comes back.
+
+Whether values fit depends on them, and payloads have a size that is agreed beforehand: that which trained
+tensors need, with some room. A payload whose values did not fit overflows: its flag says so and it decodes to
+zeros. communication/overflow.py has what is sent then.
+"""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +36,7 @@ class LosslessCodec(Codec):
         return lossless.BLOCK
 
     def payload_bytes(self, shape: Shape) -> int:
-        """Of bf16; ``message_bytes`` of another dtype."""
+        """Return the bytes of a row of bf16; ``message_bytes`` has other dtypes."""
         return self.message_bytes(shape, torch.bfloat16)
 
     def message_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
@@ -45,7 +49,7 @@ class LosslessCodec(Codec):
         return lossless.encode(x.reshape(len(x), -1), self._layout(x.shape[1:], x.dtype))
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
-        """In one call, with one flag."""
+        """See ``Codec.encode_grid``; one call, so that there is one overflow flag."""
         return self.encode(x.flatten(0, 1)).view(*x.shape[:2], -1)
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -66,11 +70,11 @@ class LosslessCodec(Codec):
             lossless.decode_sum(payloads, layout, rows.dtype, scale, rows)
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """The new values themselves."""
+        """Return the new values themselves, encoded: a difference would not give every bit back."""
         return self.encode(new[None])[0]
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The new values in place of the old ones."""
+        """Put the new values in the place of the old ones."""
         return self.decode_into(payloads, weights.shape[1:], weights.dtype, weights)
 
     def _layout(self, shape: Shape, dtype: torch.dtype) -> LosslessLayout:

@@ -1,9 +1,11 @@
 """Codecs whose cost in loss is measured: what ``--compression auto`` and the estimate choose among.
 
-Five have names, which stand for them wherever a dimension's flag takes a codec. Costs are those of
-docs/results/accuracy.md, means of two or three seeds (context parallelism and 5 bits between stages: one),
-measured without ``outliers=on``, except between stages. A setting that was better than uncompressed has a
-cost of 0, which does not say that no bit changes: ``exact`` does.
+Five have names, which stand for them wherever a dimension's flag takes a codec, as in
+``--tp-compression tensor-6bit``. Costs in loss are those of docs/results/accuracy.md: a model of 111 M
+parameters, means of two or three seeds (context parallelism and 5 bits between stages: one seed). They were
+measured without ``outliers=on``, except between stages: that setting protects models that have outliers, and
+lowers a codec's error. A setting that was better than uncompressed has a cost of 0, which does not say that
+no bit changes: ``exact`` does.
 """
 
 from dataclasses import dataclass
@@ -26,9 +28,9 @@ class Recipe:
     loss: float = 0.0
     """Percent of validation loss above uncompressed."""
     named: str = ""
-    """What the flags call it; empty: only ``auto`` and the estimate use it."""
+    """The name that flags take; empty: only ``auto`` and the estimate use it."""
     source: str = "docs/results/accuracy.md, final-quarter continuation runs"
-    """Where that was measured."""
+    """The table that ``loss`` is from."""
 
     @property
     def exact(self) -> bool:
@@ -38,17 +40,18 @@ class Recipe:
     @property
     def name(self) -> str:
         """The specs, for logs and tables."""
-        return (
-            self.compression
-            if self.backward is None
-            else f"{self.compression}, back {self.backward}"
-        )
+        if self.backward is None:
+            return self.compression
+        return f"{self.compression}, back {self.backward}"
 
 
 _LOSSLESS = Recipe("lossless", source=_NO_BIT)
 _STANDARDIZED = "scales=single,normalize=standardize,outliers=on"
-_BACK = "int6:group=32,scales=single,hadamard=off,outliers=on"
-_SIX, _FIVE = "int6:outliers=on", "int5:outliers=on"
+"""Between stages: activations have a mean that the tokens share, which is sent once."""
+_STAGE_GRADIENTS = "int6:group=32,scales=single,hadamard=off,outliers=on"
+"""Between stages: gradients, which have no such mean."""
+_SIX = "int6:outliers=on"
+_FIVE = "int5:outliers=on"
 
 RECIPES: dict[str, tuple[Recipe, ...]] = {
     # Signed int4 to int6 have the quadratic grid. Measured with it: 0.067, 0.092, 0.143, 0.277.
@@ -62,9 +65,11 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
     ),
     "data_parallel": (Recipe("sdp4bit", loss=0.030, named="gradients-4bit"), _LOSSLESS),
     "pipeline_parallel": (
-        Recipe(f"int6:group=64,{_STANDARDIZED}", _BACK, loss=0.052, named="pipeline-6bit"),
-        Recipe(f"int5:group=64,{_STANDARDIZED}", _BACK, loss=0.244),
-        Recipe("int4:group=32,normalize=standardize,outliers=on", _BACK, loss=0.401),
+        Recipe(
+            f"int6:group=64,{_STANDARDIZED}", _STAGE_GRADIENTS, loss=0.052, named="pipeline-6bit"
+        ),
+        Recipe(f"int5:group=64,{_STANDARDIZED}", _STAGE_GRADIENTS, loss=0.244),
+        Recipe("int4:group=32,normalize=standardize,outliers=on", _STAGE_GRADIENTS, loss=0.401),
         _LOSSLESS,
     ),
     # Measured with int6's uniform grid, the default then; outliers=on would give each token lists of its own.
@@ -75,7 +80,7 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
     # Measured with int6's uniform grid, the default then.
     "context_parallel": (Recipe("int6", loss=0.052), Recipe("int8", loss=0.005), _LOSSLESS),
 }
-"""By dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
+"""Recipes by dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
 
 TACO_PAPER = {
     "tensor_parallel": "taco",
@@ -85,26 +90,29 @@ TACO_PAPER = {
 """``--compression taco-paper``: as the TACO paper does (arXiv 2604.24088), each codec as in its own paper."""
 
 NAMED: dict[str, tuple[str, Recipe]] = {
-    one.named: (dimension, one)
-    for dimension, known in RECIPES.items()
-    for one in known
-    if one.named
+    recipe.named: (dimension, recipe)
+    for dimension, recipes in RECIPES.items()
+    for recipe in recipes
+    if recipe.named
 }
-"""Recipe's name -> its dimension and the recipe."""
+"""Name of a recipe -> its dimension and the recipe."""
 
 
 def expand(dimension: str, compression: str, second: str | None) -> tuple[str, str | None]:
-    """Replace the names of recipes in both specs of a dimension by codecs, also in a tensor-parallel spec's
-    parts by site.
+    """Replace the names of recipes in both specs of a dimension by codecs.
+
+    Parts by site of a tensor-parallel spec (``int8;fc2=tensor-6bit``) may name recipes too.
 
     Args:
         dimension: the settings' field of ``CompressionConfig``, such as ``tensor_parallel``.
         compression: the first spec.
         second: the second spec, of gradients or of data parallelism's weights; None leaves it to the recipe.
 
-    Returns: both specs.
+    Returns:
+        Both specs.
 
-    Raises: SettingError: a recipe of another dimension, or one as the second spec.
+    Raises:
+        SettingError: a recipe of another dimension, or one as the second spec.
     """
     kind = PARALLELISMS[dimension]
     path = f"{dimension}.compression"
@@ -134,7 +142,7 @@ def expand(dimension: str, compression: str, second: str | None) -> tuple[str, s
 
 
 def _recipe(path: str, name: str) -> Recipe | None:
-    """The recipe of that name; None: it is a codec. ``path`` is the setting that has the name."""
+    """Return the recipe of a name; None: it is a codec's. ``path`` is the setting that has the name."""
     dimension, _, field = path.partition(".")
     local = [recipe for recipe, (owner, _) in NAMED.items() if owner == dimension]
     if name == "auto":

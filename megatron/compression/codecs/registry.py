@@ -22,29 +22,48 @@ from typing import Any
 
 from megatron.compression.errors import CompressionConfigError
 
-_ON = {"on": True, "true": True, "off": False, "false": False}
+_SWITCH = {"on": True, "true": True, "off": False, "false": False}
+"""What a spec may say for a setting that is on or off."""
 
 
 class Registry:
-    """Dataclasses by name, and the strings that describe their instances; from packages of ours, ``modules``,
-    and from the group of entry points of other packages."""
+    """Dataclasses by name, and the strings that describe their instances.
+
+    Args:
+        what: what an entry is called in errors.
+        entry_points: the group of entry points under which other packages register theirs.
+        modules: packages of ours; every module in them is imported before the first look-up.
+    """
 
     def __init__(self, what: str, entry_points: str, modules: tuple[str, ...]) -> None:
-        self.what, self._entry_points, self._modules = what, entry_points, modules
+        self.what = what
+        self._entry_points = entry_points
+        self._modules = modules
         self._entries: dict[str, tuple[type, dict[str, Any]]] = {}
+        """Class and fixed fields by name."""
         self._loaded = False
-        self._lasting: set[str] = set()
-        """Names that every process knows; those of a module that somebody has imported are not among them."""
+        self._names_everywhere: set[str] = set()
+        """Names that every process knows. Those of a module that somebody has imported are not among them:
+        a spec with such a name could not be parsed in another process, or after a restart."""
 
     def register(self, name: str, **fixed: Any) -> Callable[[type], type]:
-        """A decorator that enters a frozen dataclass under ``name``, as specs have it; ``fixed``: values of
-        fields that the name stands for (``bits=6`` of ``int6``), which are no settings then."""
+        """Return a decorator that enters a frozen dataclass under a name.
+
+        Args:
+            name: in specs; what ``--...-compression`` takes.
+            fixed: values of fields that the name stands for (``bits=6`` of ``int6``), which are no settings
+                then.
+
+        Raises:
+            CompressionConfigError: another class has the name.
+        """
 
         def enter(cls: type) -> type:
-            held = self._entries.get(name, (cls, {}))[0]
-            if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+            known, _ = self._entries.get(name, (cls, {}))
+            # The same class may come again, from a module that is loaded anew.
+            if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise CompressionConfigError(
-                    f"the {self.what} {name!r} is {held.__qualname__} already; choose another name"
+                    f"the {self.what} {name!r} is {known.__qualname__} already; choose another name"
                 )
             self._entries[name] = (cls, fixed)
             return cls
@@ -52,104 +71,147 @@ class Registry:
         return enter
 
     def names(self) -> list[str]:
-        """Every name that can be given."""
+        """Return every name that can be given."""
         self._load()
         return sorted(self._entries)
 
     def entry(self, name: str) -> tuple[type, dict[str, Any]] | None:
-        """The class of a name and the fields that the name fixes; None: unknown."""
+        """Return the class of a name and the fields that the name fixes; None: unknown."""
         self._load()
         return self._entries.get(name)
 
     def parse(self, text: str, offered: Callable[[], list[str]] | None = None) -> Any:
-        """The instance that a spec describes; ``offered``: the names that may be given, for errors."""
-        name, _, settings = text.partition(":")
-        found = self.entry(name)
-        if found is None and settings and "=" not in settings.partition(":")[0]:
-            name, settings = text.rsplit(":", 1) if text.count(":") > 1 else (text, "")
-            found = self._import(text, name), {}
-        if found is None:
-            known = (offered or self.names)()
-            near = difflib.get_close_matches(name, known, n=1)
-            raise CompressionConfigError(
-                f"{self.what} {name!r} is unknown; choose one of {', '.join(known)}, or MODULE:CLASS"
-                + (f"; did you mean {near[0]}?" if near else "")
-            )
-        cls, fixed = found
+        """Return the instance that a spec describes.
+
+        Args:
+            text: the spec, ``NAME[:SETTING=VALUE,...]`` or ``MODULE:CLASS[:SETTING=VALUE,...]``.
+            offered: gives the names that may be given here, for errors.
+
+        Raises:
+            CompressionConfigError: an unknown name or setting, or a value that the class refuses.
+        """
+        name, cls, fixed, settings = self._look_up(text, offered)
         if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
             raise CompressionConfigError(f"{text}: {cls.__qualname__} must be a frozen dataclass")
-        values = {}
-        open_settings = settings_of(cls, fixed)
-        for part in filter(None, settings.split(",")):
-            key, equals, value = part.partition("=")
-            if key in open_settings and equals:
-                values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
-                continue
-            choice = ", ".join(open_settings) or "none"
-            if key in open_settings:
-                raise CompressionConfigError(f"{name}: {key} needs a value, as in {key}=VALUE")
-            hint = ""
-            if not equals and (meant := _settings_with(part, cls, fixed)):
-                hint = f"; did you mean {' or '.join(meant)}?"
-            raise CompressionConfigError(f"{name}: no setting {key!r}; choose among {choice}{hint}")
+        values = _parse_settings(name, cls, fixed, settings)
         try:
             return cls(**fixed, **values)
         except (ValueError, TypeError, ArithmeticError) as error:
-            reason = re.sub(
-                r"\b(group|tile)_size=", r"\1=", str(error)
-            )  # the kernels' names of settings
+            # The kernels call these settings group_size and tile_size.
+            reason = re.sub(r"\b(group|tile)_size=", r"\1=", str(error))
             raise CompressionConfigError(f"{text}: {reason}") from None
 
+    def _look_up(
+        self, text: str, offered: Callable[[], list[str]] | None
+    ) -> tuple[str, type, dict[str, Any], str]:
+        """Return the name in a spec, its class, the fields it fixes, and the text of its settings."""
+        name, _, settings = text.partition(":")
+        if (entry := self.entry(name)) is not None:
+            return name, *entry, settings
+        first_part = settings.partition(":")[0]
+        if settings and "=" not in first_part:  # MODULE:CLASS
+            name = text
+            settings = ""
+            if text.count(":") > 1:
+                name, settings = text.rsplit(":", 1)
+            return name, self._import(text, name), {}, settings
+        known = self.names() if offered is None else offered()
+        hint = ""
+        if near := difflib.get_close_matches(name, known, n=1):
+            hint = f"; did you mean {near[0]}?"
+        raise CompressionConfigError(
+            f"{self.what} {name!r} is unknown; choose one of {', '.join(known)}, or MODULE:CLASS{hint}"
+        )
+
     def spec(self, entry: Any) -> str:
-        """The canonical text of an instance: parses back to an equal one."""
+        """Return the canonical text of an instance, which parses back to an equal one."""
         self._load()
-        text, taken = f"{type(entry).__module__}:{type(entry).__qualname__}", {}
-        for name, (cls, fixed) in self._entries.items():
-            same = type(entry) is cls and all(
-                getattr(entry, key) == value for key, value in fixed.items()
-            )
-            if same and name in self._lasting:
-                text, taken = name, fixed
+        cls = type(entry)
+        text = f"{cls.__module__}:{cls.__qualname__}"
+        fixed: dict[str, Any] = {}
+        for name, (known, known_fixed) in self._entries.items():
+            if known is not cls or name not in self._names_everywhere:
+                continue
+            if all(getattr(entry, key) == value for key, value in known_fixed.items()):
+                text = name
+                fixed = known_fixed
                 break
-        changed = [
-            f"{field.name}={_text(getattr(entry, field.name))}"
-            for field in settings_of(type(entry), taken).values()
-            if getattr(entry, field.name) != field.default
-        ]
-        return text + (":" + ",".join(changed) if changed else "")
+        changed = []
+        for field in settings_of(cls, fixed).values():
+            value = getattr(entry, field.name)
+            if value != field.default:
+                changed.append(f"{field.name}={_text(value)}")
+        if not changed:
+            return text
+        return f"{text}:{','.join(changed)}"
 
     def _import(self, text: str, path: str) -> type:
+        """Return the class that ``MODULE:CLASS`` names, for a spec ``text``."""
         module, _, name = path.partition(":")
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            where = (
-                "; put its folder on PYTHONPATH" if isinstance(error, ModuleNotFoundError) else ""
-            )
-            raise CompressionConfigError(f"{self.what} {text!r}: {error}{where}") from None
+            fix = ""
+            if isinstance(error, ModuleNotFoundError):
+                fix = "; put its folder on PYTHONPATH"
+            raise CompressionConfigError(f"{self.what} {text!r}: {error}{fix}") from None
 
     def _load(self) -> None:
+        """Import our modules and load other packages' entry points, once."""
         if self._loaded:
             return
         self._loaded = True  # before: a module that is being imported may look a name up
         try:
-            for package in map(importlib.import_module, self._modules):
-                for module in pkgutil.iter_modules(
-                    getattr(package, "__path__", ()), package.__name__ + "."
-                ):
-                    importlib.import_module(module.name)
-            points = importlib.metadata.entry_points(group=self._entry_points)
-            for point in points:
-                if point.name not in self._entries:
-                    self.register(point.name)(point.load())
+            points = self._load_entries()
         except BaseException:
             self._loaded = False  # else every later look-up would find the name unknown
             raise
-        self._lasting = {
+        self._names_everywhere = {
             name
             for name, (cls, _) in self._entries.items()
-            if cls.__module__.startswith(self._modules) or name in {point.name for point in points}
+            if name in points or cls.__module__.startswith(self._modules)
         }
+
+    def _load_entries(self) -> set[str]:
+        """Enter everything that is installed, and return the names of entry points."""
+        for package in map(importlib.import_module, self._modules):
+            prefix = f"{package.__name__}."
+            for module in pkgutil.iter_modules(getattr(package, "__path__", ()), prefix):
+                importlib.import_module(module.name)
+        points = importlib.metadata.entry_points(group=self._entry_points)
+        for point in points:
+            if point.name not in self._entries:
+                self.register(point.name)(point.load())
+        return {point.name for point in points}
+
+
+def _parse_settings(name: str, cls: type, fixed: dict[str, Any], settings: str) -> dict[str, Any]:
+    """Return the values of ``SETTING=VALUE,...`` in a spec.
+
+    Args:
+        name: the entry's, for errors.
+        cls: its dataclass.
+        fixed: fields that the name fixes.
+        settings: the text behind the name.
+
+    Raises:
+        CompressionConfigError: no such setting, no value, or one of another type.
+    """
+    open_settings = settings_of(cls, fixed)
+    values = {}
+    for part in filter(None, settings.split(",")):
+        key, equals, value = part.partition("=")
+        if key in open_settings and equals:
+            values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
+            continue
+        if key in open_settings:
+            raise CompressionConfigError(f"{name}: {key} needs a value, as in {key}=VALUE")
+        choice = ", ".join(open_settings) or "none"
+        hint = ""
+        if not equals and (meant := _settings_with(part, cls, fixed)):
+            hint = f"; did you mean {' or '.join(meant)}?"
+        raise CompressionConfigError(f"{name}: no setting {key!r}; choose among {choice}{hint}")
+    return values
 
 
 CODECS = Registry("codec", "megatron_taco.codecs", ("megatron.compression.codecs",))
@@ -165,18 +227,23 @@ register_gradient_compressor = GRADIENT_COMPRESSORS.register
 
 
 def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dataclasses.Field]:
-    """The settings of a registered dataclass by name, without the fields that its name fixes."""
+    """Return the settings of a registered dataclass by name, each field with its resolved type.
+
+    Args:
+        cls: the dataclass.
+        fixed: fields that a name fixes, which are no settings.
+    """
     hints = typing.get_type_hints(cls)
-    fields = [
-        field for field in dataclasses.fields(cls) if field.init and field.name not in (fixed or {})
-    ]
-    for field in fields:
-        field.type = hints[field.name]
-    return {field.name: field for field in fields}
+    settings = {}
+    for field in dataclasses.fields(cls):
+        if field.init and field.name not in (fixed or {}):
+            field.type = hints[field.name]
+            settings[field.name] = field
+    return settings
 
 
 def _settings_with(value: str, cls: type, fixed: dict[str, Any]) -> list[str]:
-    """The settings that a value without a name could be of: ``format=int8`` for ``int8``."""
+    """Return the settings that a value without a name could be of: ``format=int8`` for ``int8``."""
     fitting = []
     for name, field in settings_of(cls, fixed).items():
         try:
@@ -188,26 +255,41 @@ def _settings_with(value: str, cls: type, fixed: dict[str, Any]) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """A setting's value as specs have it; ``_value`` makes the same value of it again."""
-    if isinstance(value, bool) or value is None:
-        return {True: "on", False: "off", None: "auto"}[value]
+    """Return a setting's value as specs have it; ``_value`` makes the same value of it again."""
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, float):
         short = f"{value:g}"  # six digits; a longer number would be another codec's
         return short if float(short) == value else repr(value)
     return str(value)
 
 
-def _value(where: str, kind: Any, text: str) -> Any:
-    """``text`` as a field's type says."""
+_TYPE_NAMES = {bool: "on or off", int: "a whole number", float: "a number"}
+
+
+def _value(setting: str, kind: Any, text: str) -> Any:
+    """Return the value that a text stands for.
+
+    Args:
+        setting: what the value is of, for errors.
+        kind: the field's type; of ``X | None`` None is written ``auto``.
+        text: as typed.
+
+    Raises:
+        CompressionConfigError: the text is no value of the type.
+    """
     if isinstance(kind, types.UnionType):
         if text == "auto":
             return None
-        (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
+        (kind,) = (option for option in typing.get_args(kind) if option is not type(None))
     try:
         if kind is bool:
-            return _ON[text]
+            return _SWITCH[text]
         return kind(text) if kind in (int, float) else text
     except (ValueError, KeyError):
-        wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
         hint = "; commas separate settings" if ":" in text else ""
-        raise CompressionConfigError(f"{where}={text} must be {wanted}{hint}") from None
+        raise CompressionConfigError(
+            f"{setting}={text} must be {_TYPE_NAMES[kind]}{hint}"
+        ) from None

@@ -20,7 +20,7 @@ class Sdp4bitCodec(Codec):
     """
 
     intra: int = 8
-    """Bits inside a node, where on one node all exchanges are; and of the first exchange of two: 4 or 8."""
+    """Bits inside a node (on one node: of all exchanges), and of the first exchange of two: 4 or 8."""
 
     inter: int = 4
     """Bits between nodes, and of a collective's second exchange: 4 or 8."""
@@ -37,7 +37,7 @@ class Sdp4bitCodec(Codec):
 
     @cached_property
     def format(self) -> GroupFormat:
-        """What the kernels take: of the first hop."""
+        """The kernels' settings of the first exchange."""
         return GroupFormat(self.intra, self.group, self.hadamard)
 
     @property
@@ -54,6 +54,7 @@ class Sdp4bitCodec(Codec):
         return self.format.wire_bytes(math.prod(shape))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
+        # The kernels take rows at any distance, whose values follow each other in memory.
         if x.dim() > 2 or (x.shape[-1] > 1 and x.stride(-1) != 1):
             x = x.reshape(len(x), -1).contiguous()
         return sdp4bit.quantize(x, self.format)

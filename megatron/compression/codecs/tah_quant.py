@@ -38,7 +38,7 @@ class TahQuantCodec(Codec):
 
     @cached_property
     def config(self) -> TahConfig:
-        """What the kernels take."""
+        """The kernels' settings."""
         return TahConfig(self.tile, self.high, self.low, self.ratio, self.allocation)
 
     @property
@@ -47,7 +47,7 @@ class TahQuantCodec(Codec):
 
     @property
     def backward(self) -> Codec:
-        """Plain fixed point of 6 bits, tile 32, as in the paper."""
+        """See ``Codec.backward``: plain fixed point of 6 bits, tile 32, as in the paper."""
         return IntCodec(6, group=32, scales="single", hadamard=False)
 
     def payload_bytes(self, shape: Shape) -> int:
