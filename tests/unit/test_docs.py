@@ -143,13 +143,25 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=page_id)
 def test_files_named_in_code_exist(page):
-    """Scripts and modules of commands: `python scripts/losses.py`, `python -m taco_kernels.benchmarks`."""
+    """Scripts and modules of commands, and sources: `python scripts/losses.py`, `megatron/compression/session.py`."""
     text = page.read_text()
     for path in re.findall(r"(?<![\w/])((?:scripts|examples)/[\w/]+\.(?:py|sh|sbatch))", text):
         assert (REPO / path).exists(), path
+    if page in PAGES:
+        for path in re.findall(r"`((?:megatron|taco_kernels|tests|docs)/[\w/.-]+)`", text):
+            assert (REPO / path).exists(), path
     for module in re.findall(r"-m ((?:megatron|taco_kernels|scripts)[\w.]*\w)", text):
         path = REPO / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), module
+
+
+def test_the_architecture_names_what_is_there():
+    """Files and folders in its table, from the root or from megatron/compression."""
+    page = REPO / "docs" / "architecture.md"
+    for row in re.findall(r"^\| (`[^|]+) \|", page.read_text(), re.M):
+        for name in re.findall(r"`([\w./]+(?:\.py|/))`", row):
+            places = (REPO / name, REPO / "megatron" / "compression" / name)
+            assert any(place.exists() for place in places), name
 
 
 # Blocks of code and how they are marked.
