@@ -296,7 +296,7 @@ def write_tokenizer(path: Path, text: Path, vocabulary: int, max_mb: float = 8.0
             if bytes_left < 0:
                 break
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
+    options = dict(
         sentence_iterator=iter(sentences),
         model_writer=model,
         model_type="bpe",
@@ -316,4 +316,10 @@ def write_tokenizer(path: Path, text: Path, vocabulary: int, max_mb: float = 8.0
         eos_id=2,  # --append-eod writes this one
         pad_id=3,
     )
+    try:
+        sentencepiece.SentencePieceTrainer.train(**options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the text is too short for {vocabulary} tokens; ask for more of it ({error})"
+        ) from None
     write_whole(path, model.getvalue())

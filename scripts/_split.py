@@ -1,5 +1,9 @@
-"""Uncompressed collectives over as many communicators as compressed payloads have: torch.distributed's
-functions (and megatron-core's names for them) split large tensors into parts, one on each communicator."""
+"""Split uncompressed collectives over several communicators, as compressed payloads are.
+
+One communicator does not fill a TCP link, so payloads may travel over several. A benchmark that compares them
+with an uncompressed side gives that side as many. For this, torch.distributed's functions (and the names that
+megatron-core has for them) split a large tensor into parts, one on each communicator.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -11,48 +15,57 @@ from megatron.compression.communication.transport import new_groups
 from megatron.compression.communication.work import join
 from megatron.compression.patches import symbols
 
-LEAST_BYTES = 2**20
-"""Of a tensor that is split."""
-LEAST_VALUES = 128
-"""Of a row that is split."""
+SMALLEST_TENSOR = 2**20
+"""Bytes of a tensor that is split."""
+SHORTEST_ROW = 128
+"""Values in a row that is split."""
 
-_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+Groups = list[dist.ProcessGroup]
+"""The communicators of one group of ranks, the group itself first."""
+Handle = dist.Work | Work | None
+"""What a collective returns."""
+
+_groups: dict[tuple[int, ...], Groups] = {}
+"""By ranks: the communicators that ``split_over`` was called for."""
 _collecting: list[list[Work]] = []
+"""For each open coalescing manager the works that were started in it."""
 
 
 def split_over(groups: Iterable[dist.ProcessGroup], communicators: int) -> None:
     """Split what goes over these groups from now on. Collective over all ranks of the job."""
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
-        _groups[tuple(ranks)] = [group, *new_groups([ranks] * (communicators - 1))]
+        more = new_groups([ranks] * (communicators - 1))
+        _groups[tuple(ranks)] = [group, *more]
 
 
 def install() -> None:
-    """Replace the collectives; nothing changes until ``split_over`` has been called."""
+    """Replace the collectives. Nothing changes until ``split_over`` has been called."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    for name, wrap in (
-        ("all_reduce", split_all_reduce),
-        ("all_gather_into_tensor", split_all_gather),
-        ("reduce_scatter_tensor", split_reduce_scatter),
-        ("all_to_all_single", split_all_to_all),
-    ):
+    wrappers = {
+        "all_reduce": split_all_reduce,
+        "all_gather_into_tensor": split_all_gather,
+        "reduce_scatter_tensor": split_reduce_scatter,
+        "all_to_all_single": split_all_to_all,
+    }
+    for name, wrap in wrappers.items():
         symbols.replace(dist, name, ("group", "async_op"), wrap, lasting=True)
-    names = {
+    # megatron-core has imported two of them under names of its own.
+    imported = {
         "dist_all_gather_func": split_all_gather,
         "dist_reduce_scatter_func": split_reduce_scatter,
     }
-    for name, wrap in names.items():
+    reason = "both sides of a comparison use as many communicators"
+    for name, wrap in imported.items():
         function = getattr(param_and_grad_buffer, name)
-        why = "both sides of a comparison use as many communicators"
-        symbols.put(
-            param_and_grad_buffer, name, wrap(getattr(function, "__wrapped__", function)), why
-        )
+        original = getattr(function, "__wrapped__", function)
+        symbols.put(param_and_grad_buffer, name, wrap(original), reason)
     symbols.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing, lasting=True)
 
 
 class _Collected:
-    """In the place of torch's manager: works that are waited for together."""
+    """Stands for torch's coalescing manager: its works are waited for together."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -65,7 +78,7 @@ class _Collected:
         _collecting.pop()
 
     def wait(self) -> None:
-        """For all of them."""
+        """Wait for all of them."""
         join(self.works).wait()
 
 
@@ -78,113 +91,163 @@ def _coalescing(original: Callable) -> Callable:
     return manager
 
 
-def _groups_of(group: dist.ProcessGroup | None) -> list[dist.ProcessGroup] | None:
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    return _groups.get(tuple(ranks))
+def _groups_of(group: dist.ProcessGroup | None) -> Groups | None:
+    """Return the communicators of a group; None where it is not split."""
+    if group is None:
+        group = dist.group.WORLD
+    return _groups.get(tuple(dist.get_process_group_ranks(group)))
 
 
-def _parted(tensor: torch.Tensor, group: dist.ProcessGroup | None, other: torch.Tensor) -> list:
-    """The communicators for a tensor; none where it is not split."""
-    # payloads (uint8) are split by our own transport
-    if tensor.dtype == torch.uint8 or tensor.nbytes < LEAST_BYTES:
+def _groups_for(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, other: torch.Tensor
+) -> Groups:
+    """Return the communicators to split a message over; none where it goes as a whole.
+
+    Args:
+        tensor: the larger side of the message.
+        group: its ranks.
+        other: the other side.
+    """
+    # Our own transport splits payloads, which are uint8.
+    if tensor.dtype == torch.uint8 or tensor.nbytes < SMALLEST_TENSOR:
         return []
-    contiguous = tensor.is_contiguous() and other.is_contiguous()
-    return (_groups_of(group) or []) if contiguous else []
+    if not (tensor.is_contiguous() and other.is_contiguous()):
+        return []
+    return _groups_of(group) or []
 
 
-def _collected(work: dist.Work | Work | None, async_op: bool) -> dist.Work | Work | None:
+def _collect(work: Handle, async_op: bool) -> Handle:
+    """Note a work that was started inside of a coalescing manager, and return it."""
     if async_op and _collecting:
         _collecting[-1].append(work if isinstance(work, Work) else Work(work))
     return work
 
 
-def _started(
-    start: Callable, came: Sequence, sent: Sequence, groups: list, async_op: bool
-) -> Work | None:
-    """``start(received, part, communicator)`` for every part; ``came`` and ``sent`` have any strides."""
-    sent = [
-        part.contiguous() for part in sent
-    ]  # all of them first: what comes may lie in what is sent
-    parts = [
-        to if to.is_contiguous() else torch.empty(to.shape, dtype=to.dtype, device=to.device)
-        for to in came
-    ]
-    works = [Work(start(*one)) for one in zip(parts, sent, groups, strict=True)]
+def _start_parts(
+    start: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], dist.Work],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    groups: Groups,
+    async_op: bool,
+) -> Handle:
+    """Start a collective for each part, on a communicator of its own.
+
+    Args:
+        start: starts one: ``start(output, input, group)``, both contiguous.
+        outputs: the parts of the result, of any strides.
+        inputs: the parts of what is sent, of any strides.
+        groups: a communicator for each part.
+        async_op: whether to return the work, instead of waiting for it.
+    """
+    # All copies of inputs are made before anything starts: an output may lie in the memory of an input.
+    inputs = [part.contiguous() for part in inputs]
+    buffers = []
+    for output in outputs:
+        if output.is_contiguous():
+            buffers.append(output)
+        else:
+            buffers.append(torch.empty(output.shape, dtype=output.dtype, device=output.device))
+    works = []
+    for buffer, part, group in zip(buffers, inputs, groups, strict=True):
+        works.append(Work(start(buffer, part, group)))
 
     def finish(_: object) -> None:
-        for to, part in zip(came, parts, strict=True):
-            if part is not to:
-                to.copy_(part)
+        for output, buffer in zip(outputs, buffers, strict=True):
+            if buffer is not output:
+                output.copy_(buffer)
 
     work = join(works).then(finish)
-    return _collected(work, async_op) if async_op else work.wait()
+    if async_op:
+        return _collect(work, async_op)
+    return work.wait()
 
 
 def split_all_reduce(original: Callable) -> Callable:
-    """In place, by flat parts."""
+    """Return an all-reduce that works in place on flat parts."""
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if not (groups := _parted(tensor, group, tensor)):
-            return _collected(original(tensor, op, group, async_op), async_op)
+        groups = _groups_for(tensor, group, tensor)
+        if not groups:
+            return _collect(original(tensor, op, group, async_op), async_op)
         parts = tensor.view(-1).tensor_split(len(groups))
-        return _started(
-            lambda part, _, one: original(part, op, one, True), parts, parts, groups, async_op
-        )
+
+        def start(output, input, communicator):
+            return original(output, op, communicator, True)
+
+        return _start_parts(start, parts, parts, groups, async_op)
 
     return all_reduce
 
 
 def split_all_gather(original: Callable) -> Callable:
-    """By parts of what each rank sends."""
+    """Return an all-gather that splits what each rank sends."""
 
     def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
-        if not (groups := _parted(output_tensor, group, input_tensor)):
-            return _collected(original(output_tensor, input_tensor, group, async_op), async_op)
-        columns = output_tensor.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
-        sent = input_tensor.reshape(-1).tensor_split(len(groups))
-        start = lambda came, part, one: original(came.view(-1), part, one, True)  # noqa: E731
-        return _started(start, columns, sent, groups, async_op)
+        groups = _groups_for(output_tensor, group, input_tensor)
+        if not groups:
+            return _collect(original(output_tensor, input_tensor, group, async_op), async_op)
+        # [ranks, values]: a part of every rank's values is a block of columns.
+        outputs = output_tensor.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
+        inputs = input_tensor.reshape(-1).tensor_split(len(groups))
+
+        def start(output, input, communicator):
+            return original(output.view(-1), input, communicator, True)
+
+        return _start_parts(start, outputs, inputs, groups, async_op)
 
     return all_gather_into_tensor
 
 
 def split_reduce_scatter(original: Callable) -> Callable:
-    """By parts of what each rank keeps."""
+    """Return a reduce-scatter that splits what each rank keeps."""
 
     def reduce_scatter_tensor(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if not (groups := _parted(input, group, output)):
-            return _collected(original(output, input, op, group, async_op), async_op)
-        columns = input.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
-        kept = output.view(-1).tensor_split(len(groups))
-        start = lambda came, part, one: original(came, part.view(-1), op, one, True)  # noqa: E731
-        return _started(start, kept, columns, groups, async_op)
+        groups = _groups_for(input, group, output)
+        if not groups:
+            return _collect(original(output, input, op, group, async_op), async_op)
+        inputs = input.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
+        outputs = output.view(-1).tensor_split(len(groups))
+
+        def start(output, input, communicator):
+            return original(output, input.view(-1), op, communicator, True)
+
+        return _start_parts(start, outputs, inputs, groups, async_op)
 
     return reduce_scatter_tensor
 
 
 def split_all_to_all(original: Callable) -> Callable:
-    """By parts of what goes to each rank; where ranks get different numbers of rows, by parts of a row.
+    """Return an all-to-all that splits what goes to each rank.
 
-    Such a message is split whatever its size, which the ranks do not know of each other's.
+    Where ranks get different numbers of rows, it splits the rows. Such a message is split whatever its size:
+    the ranks do not know the size of each other's.
     """
 
     def all_to_all_single(
         output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
-        sizes = output_split_sizes, input_split_sizes
-        equal = all(one is None for one in sizes)
-        if equal:
-            groups = _parted(input, group, output)
-        else:
-            long_rows = (
-                input.dtype != torch.uint8 and input.dim() == 2 and input.shape[1] >= LEAST_VALUES
-            )
-            groups = (_groups_of(group) or []) if long_rows else []
+        has_equal_parts = output_split_sizes is None and input_split_sizes is None
+        has_long_rows = input.dim() == 2 and input.shape[1] >= SHORTEST_ROW
+        groups: Groups = []
+        if has_equal_parts:
+            groups = _groups_for(input, group, output)
+        elif has_long_rows and input.dtype != torch.uint8:
+            groups = _groups_of(group) or []
         if not groups:
-            return _collected(original(output, input, *sizes, group, async_op), async_op)
-        rows = [x.view(groups[0].size(), -1) if equal else x for x in (input, output)]
-        sent, kept = (x.tensor_split(len(groups), dim=1) for x in rows)
-        start = lambda came, part, one: original(came, part, *sizes, one, True)  # noqa: E731
-        return _started(start, kept, sent, groups, async_op)
+            work = original(output, input, output_split_sizes, input_split_sizes, group, async_op)
+            return _collect(work, async_op)
+        if has_equal_parts:
+            ranks = groups[0].size()
+            input = input.view(ranks, -1)
+            output = output.view(ranks, -1)
+        inputs = input.tensor_split(len(groups), dim=1)
+        outputs = output.tensor_split(len(groups), dim=1)
+
+        def start(output, input, communicator):
+            return original(
+                output, input, output_split_sizes, input_split_sizes, communicator, True
+            )
+
+        return _start_parts(start, outputs, inputs, groups, async_op)
 
     return all_to_all_single

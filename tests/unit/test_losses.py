@@ -1,10 +1,13 @@
 """scripts/losses.py: runs are made once, a stop loses none, the noise is there to see."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import losses
 import pytest
+
+from megatron.compression.errors import InputError
 
 LOSSES = {("none", 1): 4.0, ("codec", 1): 4.1, ("control", 1): 4.4, ("none", 2): 3.92}
 BASELINE = "none"
@@ -30,39 +33,113 @@ class Trainings:
 
 
 def test_an_unknown_codec_is_refused_before_a_run(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["losses.py", "--data-parallel", "2", "--codecs", "none", "int8 int9"]
-    )
+    words = ["losses.py", "--data-parallel", "2", "--codecs", "none", "int8 int9"]
+    monkeypatch.setattr("sys.argv", words)
     monkeypatch.setattr("os._exit", print)
     losses.parse_args()
     assert "error: --dp-compression WEIGHTS: codec 'int9' is unknown" in capsys.readouterr().err
+
+
+def test_what_is_parallel_is_on_the_command_line(monkeypatch) -> None:
+    words = ["losses.py", "--pipeline-parallel", "4", "--codecs", "none", "--lr", "1"]
+    monkeypatch.setattr("sys.argv", words)
+    options = losses.parse_args()
+    assert (options.dimension, options.ranks) == ("pipeline", 4)
+    assert options.extra == ["--lr", "1"], "for Megatron"
+
+
+@pytest.mark.parametrize(
+    ("dimension", "ranks", "micro_batch_size"),
+    [("tensor", 4, 64), ("pipeline", 4, 8), ("data", 4, 16), ("expert", 2, 32)],
+)
+def test_a_batch_is_cut_for_its_dimension(dimension, ranks, micro_batch_size) -> None:
+    """Stages need micro-batches, data-parallel ranks a part each."""
+    small = losses.SHAPES["small"]
+    assert losses.micro_batch_size(small, dimension, ranks) == micro_batch_size
+
+
+class Corpora:
+    """Stands for ``_corpus.prepare``: notes what was asked for."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.asked: list[tuple] = []
+        monkeypatch.setattr(losses, "prepare", lambda *asked: self.asked.append(asked))
+
+
+def test_models_of_one_output_folder_have_texts_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    corpora = Corpora(monkeypatch)
+    for model in ("tiny", "111m"):
+        options = Namespace(model=model, corpus_mb=None, data=None, output=tmp_path)
+        losses.prepare_data(options)
+    assert corpora.asked == [
+        (tmp_path / "data" / "stdlib-8mb-2048", "stdlib", 8.0, 2048),
+        (tmp_path / "data" / "site-packages-90mb-16384", "site-packages", 90.0, 16384),
+    ]
+
+
+def test_text_may_be_in_a_folder_that_was_named(tmp_path: Path, monkeypatch) -> None:
+    corpora = Corpora(monkeypatch)
+    options = Namespace(model="tiny", corpus_mb=2.5, data=tmp_path / "text", output=tmp_path)
+    losses.prepare_data(options)
+    assert corpora.asked == [(tmp_path / "text", "stdlib", 2.5, 2048)]
+
+
+def test_too_little_text_is_one_line(tmp_path: Path) -> None:
+    options = Namespace(model="tiny", corpus_mb=0.01, data=None, output=tmp_path)
+    with pytest.raises(InputError, match=r"--corpus-mb 0.01: the text is too short for 2048 tokens"):
+        losses.prepare_data(options)
+
+
+@pytest.mark.parametrize("content", ["", "[", "null", "[1]", "[" * 100_000])
+def test_a_damaged_file_of_results_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(InputError, match=r"results.json cannot be read .*; remove it, or choose"):
+        losses.train_missing(_runs(), Trainings, tmp_path)
 
 
 def test_a_seed_is_planned_once() -> None:
     assert losses.plan(["none", "none"], [1, 2], 2) == [("none", 1), ("none", 2)]
 
 
+UNCOMPRESSED = {"sent": 2e6, "uncompressed": 2e6}
+COMPRESSED = {"sent": 5e5, "uncompressed": 2e6}
+NONE = {
+    "setting": "none",
+    "seed": 1,
+    "validation_loss": 4.0,
+    "test_loss": 4.1,
+    "bytes_per_iteration": {"pp.forward": UNCOMPRESSED, "pp.other": UNCOMPRESSED},
+}
+INT4 = {
+    "setting": "int4 int6",
+    "seed": 1,
+    "validation_loss": 4.1,
+    "test_loss": 4.2,
+    "bytes_per_iteration": {"pp.forward": COMPRESSED, "pp.backward": UNCOMPRESSED},
+}
+
+
 def test_the_table_shows_loss_and_traffic() -> None:
     """A class of traffic that only some settings have is zero elsewhere."""
-    plain = {"sent": 2e6, "uncompressed": 2e6}
-    common = {"setting": "none", "seed": 1, "validation_loss": 4.0, "test_loss": 4.1}
-    results = [common | {"bytes_per_iteration": {"pp.forward": plain, "pp.other": plain}}]
-    sent = {"pp.forward": {"sent": 5e5, "uncompressed": 2e6}, "pp.backward": plain}
-    codec = {
-        "setting": "int4 int6",
-        "validation_loss": 4.1,
-        "test_loss": 4.2,
-        "bytes_per_iteration": sent,
-    }
-    results.append(common | codec)
-    results.append(results[0] | {"seed": 2, "validation_loss": 3.92})
-    text = losses.table(results, BASELINE)
+    text = losses.table([NONE, INT4], BASELINE)
     columns = "| setting | seed | validation loss | against none | test loss | pp.forward MB | of uncompressed"
     assert f"{columns} | pp.backward MB" in text
     assert "| int4 int6 | 1 | 4.1000 | +2.50% | 4.2000 | 0.500 | 0.250 | 2.000 | 1.000 |" in text
     assert "| none | 1 | 4.0000 | - | 4.1000 | 2.000 | 1.000 | 0.000 | 0.000 |" in text
-    assert "validation loss of none by 2.04%" in text
-    assert "A seed alone" not in losses.table(results[:2], BASELINE)
+
+
+def test_the_table_says_what_a_seed_alone_changes() -> None:
+    another_seed = NONE | {"seed": 2, "validation_loss": 3.92}
+    text = losses.table([NONE, INT4, another_seed], BASELINE)
+    assert "A seed alone changes the validation loss of none by 2.04%" in text
+    assert "A seed alone" not in losses.table([NONE, INT4], BASELINE)
+
+
+def test_the_last_lines_are_in_words() -> None:
+    assert losses.in_words([NONE, INT4], BASELINE) == (
+        "none       validation loss 4.0000, 2.00 MB sent an iteration\n"
+        "int4 int6  validation loss 4.1000 (+2.50%), 2.50 MB sent an iteration instead of 4.00 MB\n"
+    )
 
 
 def test_the_time_limit_leaves_the_rest_for_the_next_start(
