@@ -19,6 +19,7 @@ what is missing. Flags that are not this script's go to Megatron.
 import argparse
 import json
 import math
+import re
 import shlex
 import sys
 import tempfile
@@ -332,8 +333,8 @@ def table(results: list[dict], baseline: str) -> str:
     ]
     if len(set(baseline_losses)) > 1:
         noise = max(baseline_losses) / min(baseline_losses) - 1
-        note = f"A seed alone changes the validation loss of {baseline} by {noise:.2%}."
-    return "\n".join([*markdown(*lines), "", note]) + "\n"
+        note = f"\nA seed alone changes the validation loss of {baseline} by {noise:.2%}.\n"
+    return "\n".join(markdown(*lines)) + f"\n{note}"
 
 
 def in_words(results: list[dict], baseline: str) -> str:
@@ -353,6 +354,17 @@ def in_words(results: list[dict], baseline: str) -> str:
             line += f" instead of {uncompressed / 1e6:.2f} MB"
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def in_short(line: str) -> str | None:
+    """Return what a reader waits for in a line of a run's output, or None. Megatron prints a thousand lines."""
+    match = re.search(r"validation loss at iteration (\d+)(.*) \| lm loss value: (\S+)", line)
+    if match:
+        # Behind the last iteration comes " on validation set" or " on test set".
+        return f"iteration {match[1]}: loss {float(match[3]):.4f}{match[2]}"
+    if line.strip().startswith(("compression:", "layers:")):
+        return line.strip()
+    return None
 
 
 # A run ----------------------------------------------------------------------------------------------------
@@ -428,13 +440,10 @@ def train(
     with log_path.open("w") as log:
 
         def show(line: str) -> None:
-            # Megatron prints about a thousand lines. These are the ones that a reader waits for.
             log.write(line)
-            if "validation loss at iteration" in line:
-                loss, _, _ = line.strip().partition(" | lm loss PPL")
-                print(f"{label}: {loss}", flush=True)
-            elif line.startswith(" compression:"):
-                print(f"{label}: {line.strip()}", flush=True)
+            short = in_short(line)
+            if short is not None:
+                print(f"  {short}", flush=True)
 
         torchrun(options.ranks, "pretrain_gpt.py", words, show, **environment)
     summary = json.loads((folder / "report" / "report.json").read_text())["summary"]

@@ -86,7 +86,9 @@ def test_text_may_be_in_a_folder_that_was_named(tmp_path: Path, monkeypatch) -> 
 
 def test_too_little_text_is_one_line(tmp_path: Path) -> None:
     options = Namespace(model="tiny", corpus_mb=0.01, data=None, output=tmp_path)
-    with pytest.raises(InputError, match=r"--corpus-mb 0.01: the text is too short for 2048 tokens"):
+    with pytest.raises(
+        InputError, match=r"--corpus-mb 0.01: the text is too short for 2048 tokens"
+    ):
         losses.prepare_data(options)
 
 
@@ -133,6 +135,27 @@ def test_the_table_says_what_a_seed_alone_changes() -> None:
     text = losses.table([NONE, INT4, another_seed], BASELINE)
     assert "A seed alone changes the validation loss of none by 2.04%" in text
     assert "A seed alone" not in losses.table([NONE, INT4], BASELINE)
+
+
+@pytest.mark.parametrize(
+    ("line", "short"),
+    [
+        (
+            " validation loss at iteration 30 | lm loss value: 6.145814E+00 | lm loss PPL: 4.6E+02 | \n",
+            "iteration 30: loss 6.1458",
+        ),
+        (
+            " validation loss at iteration 120 on test set | lm loss value: 5.394963E+00 | lm\n",
+            "iteration 120: loss 5.3950 on test set",
+        ),
+        ("compression: tensor parallelism: int8\n", "compression: tensor parallelism: int8"),
+        ("layers: torch-native\n", "layers: torch-native"),
+        ("  compression ..................................... none\n", None),
+        (" iteration       30/     120 | lm loss: 6.1E+00 |\n", None),
+    ],
+)
+def test_of_a_runs_output_a_few_lines_are_shown(line: str, short: str | None) -> None:
+    assert losses.in_short(line) == short
 
 
 def test_the_last_lines_are_in_words() -> None:
