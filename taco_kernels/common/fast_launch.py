@@ -5,12 +5,16 @@ options as text, and looks the compiled kernel up by it: most of what a launch c
 ``Launch`` holds the kernel, the grid and every argument that stays the same. What a call adds, tensors and a
 few integers, is looked up by what Triton 3.6 specialises on: a tensor by its dtype and by whether its address
 divides by 16, an integer marked ``do_not_specialize`` by its width. The first call with an answer goes
-through Triton, and the kernel that Triton chose is kept for the next.
+through Triton, and the kernel that Triton chose is kept for the next::
+
+    call 1    key is new  ->  kernel[grid](...)   binds, specialises, compiles; its choice is kept by key
+    call 2    key known   ->  the launcher's C function, with the addresses of this call
 
 Everything goes through Triton where that would not do: under the interpreter, in another version of Triton,
 on other than CUDA devices, in debug mode, and while launch hooks or instrumentation (profilers) are on.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -20,34 +24,44 @@ from triton.runtime.jit import JITFunction
 
 KNOWN_TRITON = "3.6."
 """Versions whose launcher and specialisation this module follows."""
-_MOST_LAUNCHES = 4096  # kept by start()
-_INT32, _INT64 = 2**31, 2**63
-_ALIGNED = 16  # bytes; Triton specialises on addresses that divide by it
+_MOST_LAUNCHES = 4096
+"""Launches that start() keeps."""
+_WIDTHS = (-(2**31), 2**31, 2**63, 2**64)
+"""Triton passes integers as int64 below the first of these, int32 up to the second, int64, uint64."""
+_ALIGNED = 16
+"""Bytes; Triton specialises on addresses that divide by it."""
 
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_runtime, _compilation, _run = knobs.runtime, knobs.compilation, JITFunction.run
-_enter_hook, _exit_hook = _runtime.launch_enter_hook, _runtime.launch_exit_hook
-_plain = False
+
+# As Triton has them before anyone changes them: see _watched.
+_runtime = knobs.runtime
+_compilation = knobs.compilation
+_run = JITFunction.run
+_enter_hook = _runtime.launch_enter_hook
+_exit_hook = _runtime.launch_exit_hook
+
+_always_triton = False
 """Whether every launch goes through Triton; for tests."""
 
 
 def supported() -> bool:
-    """Whether this Triton and this torch have what a fast launch uses."""
-    found = _current_device is not None and _current_stream is not None
-    chains = all(
+    """Return True if this Triton and this torch have what a fast launch uses."""
+    has_current = _current_device is not None and _current_stream is not None
+    # In known versions a hook is a chain with a list of calls, empty where nobody listens.
+    has_chains = all(
         isinstance(getattr(hook, "calls", None), list) for hook in (_enter_hook, _exit_hook)
     )
-    return found and chains and triton.__version__.startswith(KNOWN_TRITON)
+    return has_current and has_chains and triton.__version__.startswith(KNOWN_TRITON)
 
 
 _SUPPORTED = supported()
 
 
 def _watched() -> bool:
-    """Whether something that only Triton's own launch serves has been switched on."""
+    """Return True if something is on that only Triton's own launch serves: a hook, debug mode, a patch."""
     return bool(
-        _plain
+        _always_triton
         or _enter_hook.calls
         or _exit_hook.calls
         or _runtime.launch_enter_hook is not _enter_hook
@@ -70,39 +84,58 @@ class Launch:
         constants: constexpr parameters and compiler options by name.
     """
 
-    __slots__ = ("_compiled", "_grid", "_plain", "constants", "fixed", "grid", "kernel")
+    __slots__ = (
+        "_compiled",
+        "_grid",
+        "_through_triton_only",
+        "constants",
+        "fixed",
+        "grid",
+        "kernel",
+    )
 
     def __init__(
         self, kernel, grid: Sequence[int], fixed: tuple, constants: dict[str, object]
     ) -> None:
-        self.kernel, self.grid, self.fixed, self.constants = kernel, tuple(grid), fixed, constants
+        self.kernel = kernel
+        self.grid = tuple(grid)
+        self.fixed = fixed
+        self.constants = constants
         self._grid = (*self.grid, 1, 1)[:3]
-        self._plain = not (_SUPPORTED and isinstance(kernel, JITFunction))
+        # In the interpreter a kernel is no JITFunction.
+        self._through_triton_only = not (_SUPPORTED and isinstance(kernel, JITFunction))
         self._compiled: dict[tuple, tuple] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor], late: tuple[int, ...] = ()) -> None:
-        """Start the kernel on the current device, where ``tensors`` are, and stream. ``late``: integers, of
-        parameters marked ``do_not_specialize``; others raise TypeError."""
-        if self._plain:
+        """Start the kernel on the current device and stream.
+
+        Args:
+            tensors: on the current device.
+            late: integers, of parameters marked ``do_not_specialize``.
+
+        Raises:
+            TypeError: the kernel's parameters are not in the order of this class, or one of ``late`` would
+                be specialised on.
+        """
+        if self._through_triton_only:
             self.kernel[self.grid](*tensors, *self.fixed, *late, **self.constants)
             return
         device = _current_device()
         addresses = [tensor.data_ptr() for tensor in tensors]
+        # All that Triton would look at to choose the compiled kernel; a tensor's device is in it so that one
+        # of another device reaches Triton, which refuses it.
         key = (
             device,
             *[tensor.dtype for tensor in tensors],
             *[tensor.get_device() for tensor in tensors],
             *[not address % _ALIGNED for address in addresses],
-            *[
-                0 if -_INT32 <= n < _INT32 else 1 if n < _INT64 else 2 if n < 2 * _INT64 else 3
-                for n in late
-            ],
+            *[bisect_right(_WIDTHS, number) for number in late],
         )
-        found = self._compiled.get(key)
-        if found is None or self.kernel.pre_run_hooks or _watched():
+        compiled = self._compiled.get(key)
+        if compiled is None or self.kernel.pre_run_hooks or _watched():
             self._through_triton(key, tensors, late)
             return
-        launch, options, fixed, constants, _ = found
+        launch, options, fixed, constants, _ = compiled
         launch(
             *self._grid, _current_stream(device), *options, *addresses, *fixed, *late, *constants
         )
@@ -120,19 +153,28 @@ class Launch:
 
         run = chosen.run
         if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
-            self._plain = True
+            self._through_triton_only = True
             return
-        # no scratch memory, twice; after the metadata the hooks' argument, and the hooks
-        others = None, None, chosen.packed_metadata, None, None, None
-        options = chosen.function, run.launch_cooperative_grid, run.launch_pdl, *others
+        # The order of the launcher's C function in Triton 3.6, after grid and stream.
+        options = (
+            chosen.function,
+            run.launch_cooperative_grid,
+            run.launch_pdl,
+            None,  # global scratch memory
+            None,  # the profiler's scratch memory
+            chosen.packed_metadata,
+            None,  # the hooks' argument
+            None,  # enter hook
+            None,  # exit hook
+        )
         fixed = tuple(
             arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed
         )
-        # the C function expects constants and ignores them; the chosen kernel is kept alive
+        # The C function expects constants and ignores them. ``chosen`` is kept so that it stays loaded.
         self._compiled[key] = run.launch, options, fixed, constants, chosen
 
     def _check(self, kernel: JITFunction, tensors: int, late: tuple[int, ...]) -> tuple:
-        """The constexpr arguments in order; raises TypeError as ``__call__`` says."""
+        """Return the constexpr arguments in order; raise TypeError as ``__call__`` says."""
         first = tensors + len(self.fixed)
         after = first + len(late)
         names = [parameter.name for parameter in kernel.params[after:]]
@@ -143,13 +185,14 @@ class Launch:
         for parameter, value in zip(kernel.params[first:after], late, strict=True):
             if type(value) is not int or not parameter.do_not_specialize:
                 raise TypeError(
-                    f"{kernel}: {parameter.name}={value!r} changes from call to call: pass an int, and name "
-                    "it in triton.jit(do_not_specialize=...)"
+                    f"{kernel}: {parameter.name}={value!r} changes from call to call: "
+                    "pass an int, and name it in triton.jit(do_not_specialize=...)"
                 )
         return tuple(self.constants[name] for name in names)
 
 
 _launches: dict[tuple, Launch] = {}
+"""What ``start`` keeps, by kernel, grid, fixed arguments and constants."""
 
 
 def start(
@@ -160,8 +203,18 @@ def start(
     late: tuple[int, ...] = (),
     **constants: object,
 ) -> None:
-    """Start ``kernel`` with a ``Launch`` of its own for each grid, ``fixed`` and ``constants``, for callers
-    that keep none. ``fixed`` must be hashable and few: sizes and strides, not what differs in each call."""
+    """Start ``kernel`` by a ``Launch`` that is made once for each grid, ``fixed`` and ``constants``.
+
+    For callers that keep no ``Launch`` of their own: looking it up takes about as long as the launch itself.
+
+    Args:
+        kernel: as of ``Launch``.
+        grid: programs along one to three axes.
+        tensors: of this call, on the current device.
+        fixed: hashable and few different ones: sizes and strides, not what differs in each call.
+        late: integers of this call, of parameters marked ``do_not_specialize``.
+        constants: constexpr parameters and compiler options.
+    """
     key = (id(kernel), grid, fixed, *constants.values(), *constants)
     launch = _launches.get(key)
     if launch is None:

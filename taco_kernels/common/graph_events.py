@@ -1,7 +1,11 @@
 """Who is told when a CUDA graph is captured and replayed.
 
 All graphs of a training run are ``torch.cuda.CUDAGraph``: those of a whole iteration, of single layers, of
-Transformer Engine and of torch.compile. So its methods tell the observers, and no caller has to.
+Transformer Engine and of torch.compile. So its methods tell the observers, and no caller has to::
+
+    capture_begin -> observer.capture_begun(graph)      content = new(), filled while capturing
+    capture_end   -> observer.capture_ended()
+    replay        -> observer.replaying(content)        before the graph is replayed
 """
 
 from collections.abc import Callable
@@ -12,39 +16,49 @@ import torch
 
 
 class GraphObserver[Content]:
-    """Keeps what each graph contains, which ``new`` makes when a capture begins, and is told of its
-    replays."""
+    """Keeps what each graph contains, and is told of its replays.
+
+    ``new`` makes the content of a capture that begins, to be filled in place. A subclass overrides
+    ``replaying``.
+    """
 
     def __init__(self, new: Callable[[], Content]) -> None:
         self._new = new
         self.captured: Content | None = None
-        """Of the graph that is being captured; None: none is. One capture runs at a time."""
+        """Content of the graph that is being captured, None outside. One capture runs at a time."""
         self.contents: WeakKeyDictionary[torch.cuda.CUDAGraph, Content] = WeakKeyDictionary()
+        """Content of every graph that still exists."""
 
     def capture_begun(self, graph: torch.cuda.CUDAGraph) -> None:
-        """The current stream captures into ``graph`` from now on."""
-        self.captured = self.contents[graph] = self._new()
+        """Note that the current stream captures into ``graph`` from now on."""
+        self.captured = self._new()
+        self.contents[graph] = self.captured
 
     def capture_ended(self) -> None:
-        """The capture is over, also one that failed."""
+        """Note that the capture is over, also one that failed."""
         self.captured = None
 
     def replaying(self, content: Content) -> None:
-        """A graph with this content, which is not empty, is about to be replayed on the current stream, which
-        may be capturing another graph."""
+        """Act before a graph with this content, which is not empty, is replayed.
+
+        The replay is on the current stream, which may be capturing another graph.
+        """
 
 
 _observers: dict[type, list[GraphObserver]] = {}
-"""Of each class that has been changed."""
+"""Observers of each class of graphs whose methods have been replaced."""
+_METHODS = ("capture_begin", "capture_end", "replay")
+_OURS = "_observed_original"
+"""Attribute of a replaced method: the original."""
 
 
 def observe(observer: GraphObserver) -> None:
-    """Tell ``observer`` of all captures and replays from now on. Idempotent."""
+    """Tell ``observer`` of all captures and replays from now on. A second call changes nothing."""
     graphs = torch.cuda.CUDAGraph
     if graphs not in _observers:
         _observers[graphs] = []
         originals = {name: getattr(graphs, name) for name in _METHODS}
-        _change(graphs, _observers[graphs])
+        _replace_methods(graphs, _observers[graphs])
         for name, original in originals.items():
             setattr(getattr(graphs, name), _OURS, original)
     if observer not in _observers[graphs]:
@@ -68,17 +82,15 @@ def ignore(observer: GraphObserver) -> None:
 
 
 def _is_ours(method: Callable) -> bool:
-    """Return whether a method is a replacement itself: a wrapper over one has copied its attributes."""
+    """Return True if a method is a replacement itself: a wrapper over one has copied its attributes."""
     return getattr(method, _OURS, None) is getattr(method, "__wrapped__", method)
 
 
-_METHODS = ("capture_begin", "capture_end", "replay")
-_OURS = "_observed_original"
-"""Attribute of a replaced method: the original."""
-
-
-def _change(graphs: type, observers: list[GraphObserver]) -> None:
-    begin, end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
+def _replace_methods(graphs: type, observers: list[GraphObserver]) -> None:
+    """Let capture_begin, capture_end and replay of a class tell the observers in a list that may grow."""
+    begin = graphs.capture_begin
+    end = graphs.capture_end
+    replay = graphs.replay
 
     @wraps(begin)
     def capture_begin(graph, *args, **kwargs) -> None:
@@ -90,15 +102,17 @@ def _change(graphs: type, observers: list[GraphObserver]) -> None:
     def capture_end(graph) -> None:
         try:
             end(graph)
-        finally:
+        finally:  # a capture that fails is over, too
             for observer in observers:
                 observer.capture_ended()
 
     @wraps(replay)
-    def replayed(graph) -> None:
+    def observed_replay(graph) -> None:
         for observer in observers:
             if content := observer.contents.get(graph):
                 observer.replaying(content)
         replay(graph)
 
-    graphs.capture_begin, graphs.capture_end, graphs.replay = capture_begin, capture_end, replayed
+    graphs.capture_begin = capture_begin
+    graphs.capture_end = capture_end
+    graphs.replay = observed_replay

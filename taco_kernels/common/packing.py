@@ -2,25 +2,58 @@
 
 In Triton for the interpreter and for fp8, and in PTX, 16 elements or 32 bits at a time: the compiler takes
 every byte of a register on its own. In PTX a register is four bytes: permutations gather them, and planes are
-put together four bytes at a time. The 16 elements are four quarters, element i being 8 p + 4 q + k: p chooses
-the half of a byte of a plane of 4 bits, q the word, k the byte.
+put together four bytes at a time.
 
-To decode, a byte, the code plus 2^(bits - 1), is set into the low mantissa bits of 1024 (fp16) or 2^23
-(fp32), and what is too much is subtracted. ``bend`` makes the values u (|u| + 2 bend + 1) of codes u
-(taco/reference.py).
+The 16 elements are four quarters w = 2 p + q of four: element 4 w + k is 8 p + 4 q + k, where p chooses the
+half of a byte of a plane of 4 bits, q its word, and k the byte. Their planes, byte 3 on the left::
+
+    plane of 4 bits,      byte         3        2        1        0
+    word q = 0, 1         bits 7-4  8+4q+3   8+4q+2   8+4q+1   8+4q       p = 1
+                          bits 3-0    4q+3     4q+2     4q+1     4q       p = 0
+
+    plane of 2 bits,      bits 7-6      15       14       13     12       w = 3
+    one word (int6)       bits 5-4      11       10        9      8       w = 2
+                          bits 3-2       7        6        5      4       w = 1
+                          bits 1-0       3        2        1      0       w = 0
+
+    plane of 1 bit,       bit 2 w + 1                   4w+3   4w+2
+    two bytes (int5)      bit 2 w                       4w+1     4w       w = 0 .. 3
+
+A plane of 8 bits has its elements in order. To decode, a byte, the code plus 2^(bits - 1), is set into the low
+mantissa bits of 1024 (fp16) or 2^23 (fp32), and what is too much is subtracted. ``bend`` makes the values
+u (|u| + 2 bend + 1) of codes u (taco/reference.py).
+
+``C`` is a ``Constants`` with at least R groups a tile, G values a group, BITS a code, FORMAT, INTERPRET and ROW
+(0, or the groups of a chunk where a tile holds several whole chunks). ``wire`` points to a chunk, ``plane`` to
+one of its planes; ``first`` is the tile's first group, int32, and ``groups`` the number of groups of the chunk
+(with ROW of all chunks up to the tile's last).
 """
 
 import triton
 import triton.language as tl
 
-# fp32 with this much added keeps an integer in its low mantissa bits, rounded half to even.
+# fp32 with this much added, 1.5 * 2^23, keeps an integer in its low mantissa bits, rounded half to even.
 MAGIC = tl.constexpr(12582912.0)
+
+# Tables of PTX's lop3: the bits of a result by those of its three operands a, b, c.
+SELECT = 0xE4  # a where c is set, else b
+MASKED_OR = 0xEA  # (a and b) or c
+
+# Rounding to codes
 
 
 @triton.jit
 def fp8_codes(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
-    """int32 codes of |v| <= qmax in integer arithmetic, as in reference.round_to_grid: n steps of the binade
-    that |v| lies in. LOWEST is the biased fp32 exponent of the smallest normal number."""
+    """int32 codes of |v| <= qmax in integer arithmetic: n steps of the binade that |v| lies in.
+
+    Codes are consecutive integers, so n adds to the binade's first code also where it carries into the next
+    one or where the number is subnormal (as in reference.round_to_grid).
+
+    Args:
+        v: fp32.
+        MANTISSA: mantissa bits of the format.
+        LOWEST: biased fp32 exponent of the format's smallest normal number.
+    """
     bits = v.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
     scale = ((254 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)  # a power of two
@@ -34,21 +67,23 @@ def converted_to_fp8(v, FORMAT: tl.constexpr):
 
     On sm_89 Triton 3.6 takes fp16 on the way, towards zero: one code in 256 of e4m3 is then not the nearest.
     """
-    kind: tl.constexpr = "e4m3x2" if FORMAT == "fp8-e4m3" else "e5m2x2"
-    pair: tl.constexpr = "cvt.rn.satfinite." + kind + ".f32 "
-    text: tl.constexpr = (
+    types: tl.constexpr = "e4m3x2" if FORMAT == "fp8-e4m3" else "e5m2x2"
+    convert: tl.constexpr = "cvt.rn.satfinite." + types + ".f32 "
+    assembly: tl.constexpr = (
         "{ .reg .b16 lo, hi; "
-        + pair
+        + convert
         + "lo, $2, $1; "
-        + pair
+        + convert
         + "hi, $4, $3; mov.b32 $0, {lo, hi}; }"
     )
-    return tl.inline_asm_elementwise(text, "=r,f,f,f,f", [v], dtype=tl.uint8, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(
+        assembly, "=r,f,f,f,f", [v], dtype=tl.uint8, is_pure=True, pack=4
+    )
 
 
 @triton.jit
 def nearest_fp8(v, C: tl.constexpr):
-    """uint8 codes of |v| <= qmax, rounded to nearest."""
+    """uint8 codes of |v| <= qmax (fp32), rounded to nearest."""
     if C.CONVERTS_BY_HALF:
         codes = converted_to_fp8(v, C.FORMAT)
     elif C.FORMAT == "fp8-e4m3":
@@ -66,8 +101,16 @@ def nearest_fp8(v, C: tl.constexpr):
 
 @triton.jit
 def fixed_point(h, inverse, C: tl.constexpr):
-    """int32[R, G] of an integer format: h * inverse plus 2^(BITS - 1), nothing for int8, in its lowest byte;
-    the other bits mean nothing. Nothing can saturate (reference.round_to_grid)."""
+    """int32[R, G]: codes of h * inverse in an integer format, in the lowest byte; other bits mean nothing.
+
+    A code is the product plus 2^(BITS - 1), plus nothing for int8. Nothing can saturate: the product is from
+    -2^(BITS - 1) to qmax, up to its rounding (reference.round_to_grid).
+
+    Args:
+        h: fp32[R, G].
+        inverse: fp32[R], reciprocals of the groups' steps.
+        C: constants of the tile.
+    """
     BIAS: tl.constexpr = 0 if C.BITS == 8 else 2 ** (C.BITS - 1)
     inverse = tl.broadcast_to(inverse[:, None], [C.R, C.G])
     return tl.fma(h, inverse, MAGIC + BIAS).to(tl.int32, bitcast=True)
@@ -75,7 +118,13 @@ def fixed_point(h, inverse, C: tl.constexpr):
 
 @triton.jit
 def quantize(h, inverse, C: tl.constexpr):
-    """uint8 codes of h[R, G] * inverse[R] in an 8-bit format."""
+    """uint8[R, G]: codes of h * inverse in a format of 8 bits.
+
+    Args:
+        h: fp32[R, G].
+        inverse: fp32[R], reciprocals of the groups' steps.
+        C: constants of the tile.
+    """
     if C.FORMAT != "int8":
         codes = nearest_fp8(h * inverse[:, None], C)
     else:
@@ -85,20 +134,26 @@ def quantize(h, inverse, C: tl.constexpr):
 
 @triton.jit
 def code_values(codes, dtype: tl.constexpr, C: tl.constexpr):
-    """Values of uint8 codes in dtype: fp16, which holds every format exactly, or fp32."""
+    """Values of uint8 codes.
+
+    Args:
+        codes: uint8, of any shape.
+        dtype: of the values: fp16, which holds every format exactly, or fp32.
+        C: constants of the tile.
+    """
     if C.FORMAT == "fp8-e4m3":
         if C.HARDWARE_FP8:
             values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         else:
+            # The same fields as fp16, whose exponent's bias is larger by 8.
             bits = codes.to(tl.uint16)
-            half = ((bits & 0x80) << 8) | (
-                (bits & 0x7F) << 7
-            )  # fp16, whose exponent bias is larger by 8
+            half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
             values = half.to(tl.float16, bitcast=True) * 256.0
     elif C.FORMAT == "fp8-e5m2":
+        # fp16 without its last 8 mantissa bits.
         values = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     else:
-        # 1024 + c in fp16 has c in its low mantissa bits
+        # 1024 + c in fp16 has c in its low mantissa bits.
         biased = codes ^ 0x80 if C.BITS == 8 else codes
         values = (biased.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (
             1024.0 + 2.0 ** (C.BITS - 1)
@@ -106,23 +161,37 @@ def code_values(codes, dtype: tl.constexpr, C: tl.constexpr):
     return values.to(dtype)
 
 
+# Where planes lie
+
+
 @triton.jit
 def after_plane(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
     """Pointer to what follows BYTES for each group of a chunk.
 
-    ``groups`` are a chunk's, or with C.ROW those up to the tile's last, which begins with a chunk; chunks
-    then have C.ROW each and lie C.STRIDE bytes apart.
+    Args:
+        wire: pointer to the chunk.
+        BYTES: of each group that lie before.
+        groups: of the chunk, or with C.ROW those up to the tile's last, which begins with a chunk; chunks then
+            have C.ROW groups each and lie C.STRIDE bytes apart.
+        C: constants of the tile.
     """
     if C.ROW:
-        at = wire + BYTES * C.ROW
+        pointer = wire + BYTES * C.ROW
     else:
-        at = wire + tl.full((), BYTES, tl.int64) * groups
-    return at
+        pointer = wire + tl.full((), BYTES, tl.int64) * groups
+    return pointer
 
 
 @triton.jit
 def across_chunks(first, N: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
-    """int64[R * N]: places of N units of SIZE bytes a group, in units, of groups first... with C.ROW."""
+    """int64[R * N]: offsets of the units of a tile that holds several whole chunks (C.ROW), in units.
+
+    Args:
+        first: the tile's first group.
+        N: units a group.
+        SIZE: bytes a unit.
+        C: constants of the tile.
+    """
     flat = tl.arange(0, C.R * N)
     chunk = (first // C.ROW).to(tl.int64) + flat // (C.ROW * N)
     return chunk * (C.STRIDE // SIZE) + flat % (C.ROW * N)
@@ -130,45 +199,87 @@ def across_chunks(first, N: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
-    """Pointers [R * P / SIZE] to the units of ``dtype`` of groups first... of a plane of P bytes a group."""
+    """Pointers [R * P / size of dtype] to the units of a tile in a plane.
+
+    Args:
+        plane: pointer to the plane.
+        first: the tile's first group.
+        P: bytes a group.
+        dtype: of a unit: uint8, int16 or int32.
+        C: constants of the tile.
+    """
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
     if C.ROW:
-        at = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
+        pointers = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
     else:
-        at = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + tl.arange(
+        pointers = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + tl.arange(
             0, C.R * P // SIZE
         )
-    return at
+    return pointers
 
 
 @triton.jit
 def units_left(first, groups, N: tl.constexpr, C: tl.constexpr):
-    """int32: units, N a group, from group ``first`` to the last one, but no more than a tile has.
+    """int32: units from group ``first`` to the last one, but no more than a tile has.
 
     The product is of at most R groups. Of all that are left, 2^24 and more of 128 bytes, it would pass 2^31.
+
+    Args:
+        first: the tile's first group.
+        groups: of the chunk.
+        N: units a group.
+        C: constants of the tile.
     """
     return tl.minimum(groups - first, C.R) * N
 
 
 @triton.jit
 def store_plane(plane, value, first, groups, P: tl.constexpr, C: tl.constexpr):
-    """Store uint8[R, P] as groups first... of a plane of P bytes a group; nothing beyond the last group."""
+    """Store bytes of a tile's groups in a plane; nothing beyond the last group.
+
+    Args:
+        plane: pointer to the plane.
+        value: uint8[R, P].
+        first: the tile's first group.
+        groups: of the chunk.
+        P: bytes a group.
+        C: constants of the tile.
+    """
     inside = tl.arange(0, C.R * P) < units_left(first, groups, P, C)
-    at = unit_pointers(plane, first, P, tl.uint8, C)
-    tl.store(at, tl.reshape(value, [C.R * P]), mask=inside)
+    pointers = unit_pointers(plane, first, P, tl.uint8, C)
+    tl.store(pointers, tl.reshape(value, [C.R * P]), mask=inside)
 
 
 @triton.jit
 def load_plane(plane, first, groups, P: tl.constexpr, C: tl.constexpr):
-    """uint8[R, P]: groups first... of a plane of P bytes a group; zeros beyond the last group."""
+    """uint8[R, P]: bytes of a tile's groups in a plane; zeros beyond the last group.
+
+    Args:
+        plane: pointer to the plane.
+        first: the tile's first group.
+        groups: of the chunk.
+        P: bytes a group.
+        C: constants of the tile.
+    """
     inside = tl.arange(0, C.R * P) < units_left(first, groups, P, C)
-    at = unit_pointers(plane, first, P, tl.uint8, C)
-    return tl.reshape(tl.load(at, mask=inside, other=0), [C.R, P])
+    pointers = unit_pointers(plane, first, P, tl.uint8, C)
+    return tl.reshape(tl.load(pointers, mask=inside, other=0), [C.R, P])
+
+
+# Planes in Triton, for the interpreter and for what PTX does not serve
 
 
 @triton.jit
 def pack(c, BITS: tl.constexpr, C: tl.constexpr):
-    """uint8[R, G * BITS / 8] of int32 codes [R, G] below 2^BITS (4, 2 or 1), bits from 8 on ignored."""
+    """uint8[R, G * BITS / 8]: a plane of codes.
+
+    Halves of 16 elements, then of 8, of 4, meet in a byte: the drawing above from the top down.
+
+    Args:
+        c: int32[R, G], codes below 2^BITS; bits from 8 on are ignored.
+        BITS: of the plane: 4, 2 or 1.
+        C: constants of the tile.
+    """
     low, high = tl.split(tl.permute(tl.reshape(c, [C.R, C.G // 16, 2, 8]), [0, 1, 3, 2]))
     c = low | (high << 4)
     if BITS < 4:
@@ -181,25 +292,46 @@ def pack(c, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def joined(low, high, J: tl.constexpr, C: tl.constexpr):
-    """[R, G / 16, 2J]: low, then high, [R, G / 16, J] each."""
+def low_then_high(low, high, J: tl.constexpr, C: tl.constexpr):
+    """[R, G / 16, 2J]: the elements of ``low``, then those of ``high``.
+
+    Args:
+        low: [R, G / 16, J].
+        high: [R, G / 16, J].
+        J: elements of each.
+        C: constants of the tile.
+    """
     return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [C.R, C.G // 16, 2 * J])
 
 
 @triton.jit
 def unpack(plane, BITS: tl.constexpr, C: tl.constexpr):
-    """Inverse of pack: uint8[R, G]."""
+    """uint8[R, G]: codes of a plane, the inverse of ``pack``.
+
+    Args:
+        plane: uint8[R, G * BITS / 8].
+        BITS: of the plane: 4, 2 or 1.
+        C: constants of the tile.
+    """
     c = tl.reshape(plane, [C.R, C.G // 16, 2 * BITS])
     if BITS < 2:
-        c = joined(c, c >> 1, 2, C)
+        c = low_then_high(c, c >> 1, 2, C)
     if BITS < 4:
-        c = joined(c, c >> 2, 4, C)
-    return tl.reshape(joined(c, c >> 4, 8, C) & (2**BITS - 1), [C.R, C.G])
+        c = low_then_high(c, c >> 2, 4, C)
+    return tl.reshape(low_then_high(c, c >> 4, 8, C) & (2**BITS - 1), [C.R, C.G])
 
 
 @triton.jit
 def store_codes(codes, wire, first, groups, C: tl.constexpr):
-    """Store codes[R, G] as groups first... of the chunk at wire."""
+    """Store the codes of a tile's groups in all planes of a chunk.
+
+    Args:
+        codes: uint8 or int32 [R, G].
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     if C.BITS == 8:
         store_plane(wire, codes, first, groups, C.G, C)
     else:
@@ -213,7 +345,14 @@ def store_codes(codes, wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def load_codes(wire, first, groups, C: tl.constexpr):
-    """uint8[R, G] codes of groups first... of the chunk at wire."""
+    """uint8[R, G]: codes of a tile's groups, the inverse of ``store_codes``.
+
+    Args:
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     if C.BITS == 8:
         codes = load_plane(wire, first, groups, C.G, C)
     else:
@@ -225,45 +364,62 @@ def load_codes(wire, first, groups, C: tl.constexpr):
     return codes
 
 
-SELECT = 0xE4  # lop3: bits of the first operand where the third is set, else of the second
+# Planes in PTX: encoding
 
 
 @triton.constexpr_function
-def alike(kind, number):
-    """The dtypes of as many results. From Triton 3.8 on a kernel cannot put them together itself."""
-    return (kind,) * number
+def repeated(dtype, count):
+    """Return the dtypes of ``count`` results. From Triton 3.8 on a kernel cannot put them together itself."""
+    return (dtype,) * count
 
 
 @triton.constexpr_function
 def words_of(bits):
-    """Registers that hold the planes of 16 codes."""
+    """Return how many registers hold the planes of 16 codes of ``bits`` bits."""
     return {8: 4, 4: 2}.get(bits, 3)
 
 
 @triton.constexpr_function
 def constraints(outputs, results, inputs):
-    """Of inline assembly: ``results`` registers of a kind (``=r``, ``=h``) from ``inputs`` registers."""
+    """Return the constraints of inline assembly.
+
+    Args:
+        outputs: kind of the output registers: ``=r`` of 32 bits, ``=h`` of 16.
+        results: how many there are.
+        inputs: how many input registers of 32 bits there are.
+    """
     return ",".join([outputs] * results + ["r"] * inputs)
 
 
 @triton.constexpr_function
 def packing_assembly(bits):
-    """PTX from 16 numbers, whose lowest byte is the code, to the bytes of all planes of 4, 5 or 6 bits."""
+    """Return PTX from 16 numbers to the bytes of all planes of 4, 5 or 6 bits.
+
+    The lowest byte of a number is its code. Registers: $0, $1 get the words of the plane of 4 bits, $2 the
+    other plane; the numbers follow. c0 .. c3 are the quarters, a code a byte.
+    """
     outputs = words_of(bits)
     lines = ["{", ".reg .b32 t, u, c0, c1, c2, c3;"]
-    for number in range(4):  # of the quarter
-        n0, n1, n2, n3 = (f"${outputs + 4 * number + k}" for k in range(4))
-        lines += [f"prmt.b32 t, {n0}, {n1}, 0x40;", f"prmt.b32 u, {n2}, {n3}, 0x40;"]
-        lines += [f"prmt.b32 c{number}, t, u, 0x5410;"]
-    for q in range(2):  # below 16: a shift does not leave the byte
+    # The lowest bytes of four numbers, gathered in one register.
+    for quarter in range(4):
+        n0, n1, n2, n3 = (f"${outputs + 4 * quarter + k}" for k in range(4))
+        lines += [
+            f"prmt.b32 t, {n0}, {n1}, 0x40;",
+            f"prmt.b32 u, {n2}, {n3}, 0x40;",
+            f"prmt.b32 c{quarter}, t, u, 0x5410;",
+        ]
+    # Word q: the low nibbles of quarter q, and those of quarter 2 + q above them.
+    for q in range(2):
         if bits == 4:
+            # Codes are below 16, so a shift does not leave the byte.
             lines.append(f"mad.lo.u32 ${q}, c{2 + q}, 16, c{q};")
         else:
             lines += [
                 f"shl.b32 t, c{2 + q}, 4;",
                 f"lop3.b32 ${q}, c{q}, t, {0x0F0F0F0F}, {SELECT};",
             ]
-    if bits in (5, 6):  # what is above 4 bits of element 4 w + k: to bits 2 w and 2 w + 1 of byte k
+    # The bits above 4 of element 4 w + k, to bits 2 w and 2 w + 1 of byte k.
+    if bits in (5, 6):
         lines += [
             "shr.u32 t, c0, 4;",
             "shr.u32 u, c1, 2;",
@@ -272,7 +428,8 @@ def packing_assembly(bits):
             "shl.b32 u, c3, 2;",
             f"lop3.b32 $2, t, u, {0x3F3F3F3F}, {SELECT};",
         ]
-    if bits == 5:  # element 4 w + k is bit 2 w + k / 2 of byte k % 2 of two
+    # Bit 2 w of byte k of four, to bit 2 w + k / 2 of byte k % 2 of two.
+    if bits == 5:
         lines += [f"and.b32 t, $2, {0x55555555};", "shr.u32 u, t, 15;", "or.b32 $2, t, u;"]
     return "\n".join([*lines, "}"])
 
@@ -288,7 +445,14 @@ def four_of(x):
 
 @triton.jit
 def four_joined(x0, x1, x2, x3):
-    """Inverse of four_of."""
+    """[..., 2, 2] of four parts [...], the inverse of ``four_of``.
+
+    Args:
+        x0: element 0, 0.
+        x1: element 0, 1.
+        x2: element 1, 0.
+        x3: element 1, 1.
+    """
     return tl.join(tl.join(x0, x2), tl.join(x1, x3))
 
 
@@ -307,26 +471,51 @@ def sixteen_of(x, C: tl.constexpr):
 def sixteen_joined(
     a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15, C: tl.constexpr
 ):
-    """Inverse of sixteen_of."""
-    x0, x1 = four_joined(a0, a4, a8, a12), four_joined(a1, a5, a9, a13)
-    x2, x3 = four_joined(a2, a6, a10, a14), four_joined(a3, a7, a11, a15)
+    """[R, G] of 16 tensors [R, G / 16], the inverse of ``sixteen_of``.
+
+    Args:
+        a0, a1, a2, a3, a4, a5, a6, a7: the first, second, ... of every 16 elements.
+        a8, a9, a10, a11, a12, a13, a14, a15: the ninth, tenth, ...
+        C: constants of the tile.
+    """
+    x0 = four_joined(a0, a4, a8, a12)
+    x1 = four_joined(a1, a5, a9, a13)
+    x2 = four_joined(a2, a6, a10, a14)
+    x3 = four_joined(a3, a7, a11, a15)
     return tl.reshape(four_joined(x0, x1, x2, x3), [C.R, C.G])
 
 
 @triton.jit
 def store_words(plane, words, first, groups, P: tl.constexpr, C: tl.constexpr):
-    """Store the int32 or int16 words, R * P bytes in order, as groups first... of a plane of P bytes a group;
-    nothing beyond the last group."""
+    """Store words of a tile's groups in a plane; nothing beyond the last group.
+
+    Args:
+        plane: pointer to the plane.
+        words: int32 or int16, R * P bytes in order.
+        first: the tile's first group.
+        groups: of the chunk.
+        P: bytes a group.
+        C: constants of the tile.
+    """
     SIZE: tl.constexpr = words.dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
-    at = unit_pointers(plane, first, P, words.dtype, C)
+    pointers = unit_pointers(plane, first, P, words.dtype, C)
     inside = flat < units_left(first, groups, P // SIZE, C)
-    tl.store(at, tl.reshape(words, [C.R * P // SIZE]), mask=inside)
+    tl.store(pointers, tl.reshape(words, [C.R * P // SIZE]), mask=inside)
 
 
 @triton.jit
 def store_groups(h, inverse, wire, first, groups, C: tl.constexpr):
-    """Round h[R, G] * inverse[R] and store groups first... of the chunk at wire."""
+    """Round h * inverse and store the codes of a tile's groups.
+
+    Args:
+        h: fp32[R, G].
+        inverse: fp32[R], reciprocals of the groups' steps.
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     if C.BITS == 8:
         store_codes(quantize(h, inverse, C), wire, first, groups, C)
     else:
@@ -335,15 +524,23 @@ def store_groups(h, inverse, wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def store_integers(codes, wire, first, groups, C: tl.constexpr):
-    """Store the lowest 4, 5 or 6 bits of int32[R, G] as groups first... of the chunk at wire."""
+    """Store codes of 4, 5 or 6 bits of a tile's groups.
+
+    Args:
+        codes: int32[R, G], the code in the lowest bits, others ignored.
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     if C.INTERPRET:
         store_codes(codes, wire, first, groups, C)
     else:
-        text: tl.constexpr = packing_assembly(C.BITS)
+        assembly: tl.constexpr = packing_assembly(C.BITS)
         registers: tl.constexpr = constraints("=r", words_of(C.BITS), 16)
-        kinds: tl.constexpr = alike(tl.int32, words_of(C.BITS))
+        types: tl.constexpr = repeated(tl.int32, words_of(C.BITS))
         inputs = sixteen_of(codes, C)
-        result = tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1)
+        result = tl.inline_asm_elementwise(assembly, registers, inputs, types, True, 1)
         store_words(wire, tl.join(result[0], result[1]), first, groups, C.G // 2, C)
         high = after_plane(wire, C.G // 2, groups, C)
         if C.BITS == 6:
@@ -352,80 +549,107 @@ def store_integers(codes, wire, first, groups, C: tl.constexpr):
             store_words(high, result[2].to(tl.int16), first, groups, C.G // 8, C)
 
 
-MASKED_OR = 0xEA  # lop3: bits of both the first two operands, and of the third
+# Planes in PTX: decoding to fp16
 
 
 @triton.constexpr_function
 def two_halves(number):
-    """The bits of two fp16 numbers, both this integer from 1 to 2047."""
+    """Return the bits of two fp16 numbers, both this integer from 1 to 2047."""
     exponent = number.bit_length() - 1
     return 0x10001 * ((exponent + 15 << 10) + ((number << 10 - exponent) - 1024))
 
 
 @triton.constexpr_function
 def unpacking_assembly(bits, bend=0):
-    """PTX from 16 codes to 16 fp16 numbers."""
+    """Return PTX from the planes of 16 codes to 16 fp16 numbers.
+
+    Registers: $0 .. $15 get the numbers. With 8 bits $16 .. $19 are the quarters; else $16 and $17 are the
+    words of the plane of 4 bits, and $18 is the other plane. A number is the code plus ``halves_offset``, or
+    with ``bend`` the value of the quadratic grid.
+    """
     lines = ["{", ".reg .b32 t, u, v, ones;", f"mov.b32 ones, {0x64646464};"]
     if bend:
         lines += [
             ".reg .b32 x, zero, slope;",
             f"mov.b32 zero, {two_halves(1024 + 2 ** (bits - 1))};",
+            f"mov.b32 slope, {two_halves(2 * bend + 1)};",
         ]
-        lines += [f"mov.b32 slope, {two_halves(2 * bend + 1)};"]
-    keep = {5: 0x01010101, 6: 0x03030303}.get(bits)
-    if bits == 5:  # bits 2 w and 2 w + 1 of two bytes, of elements 2 apart: to bits 2 w of four
+    # v: the bits above 4 of element 4 w + k in bits 2 w and 2 w + 1 of byte k.
+    high_bits = {5: 0x01010101, 6: 0x03030303}.get(bits)
+    if bits == 5:
+        # Two bytes hold elements 2 apart in bits 2 w and 2 w + 1: to bits 2 w of four bytes.
         lines += ["shl.b32 v, $18, 15;", f"lop3.b32 v, $18, v, {0x0000FFFF}, {SELECT};"]
     elif bits == 6:
         lines.append("mov.b32 v, $18;")
     for p in range(2):
         for q in range(2):
-            number = 2 * p + q
+            quarter = 2 * p + q
+            # t: the quarter's codes plus 2^(bits - 1), a byte each.
             if bits == 8:
-                lines.append(f"xor.b32 t, ${16 + number}, {0x80808080};")
+                lines.append(f"xor.b32 t, ${16 + quarter}, {0x80808080};")
             else:
                 lines.append(f"shr.u32 t, ${16 + q}, {4 * p};")
                 lines.append(f"and.b32 t, t, {0x0F0F0F0F};")
-            if keep:
-                shift = 4 - 2 * number
-                lines.append(
-                    f"shl.b32 u, v, {shift};" if shift >= 0 else f"shr.u32 u, v, {-shift};"
-                )
-                lines.append(f"lop3.b32 t, u, {keep << 4}, t, {MASKED_OR};")
+            if high_bits:
+                shift = 4 - 2 * quarter
+                if shift >= 0:
+                    lines.append(f"shl.b32 u, v, {shift};")
+                else:
+                    lines.append(f"shr.u32 u, v, {-shift};")
+                lines.append(f"lop3.b32 t, u, {high_bits << 4}, t, {MASKED_OR};")
+            # Two bytes become the low bytes of two halves whose high bytes are 0x64: 1024 plus each.
             for pair, order in enumerate(("0x5140", "0x7362")):
                 lines.append(f"prmt.b32 u, t, ones, {order};")
                 if bend:
                     lines += ["sub.rn.f16x2 u, u, zero;", "abs.f16x2 x, u;"]
                     lines += ["add.rn.f16x2 x, x, slope;", "mul.rn.f16x2 u, u, x;"]
-                first = 4 * number + 2 * pair
+                first = 4 * quarter + 2 * pair
                 lines.append(f"mov.b32 {{${first}, ${first + 1}}}, u;")
     return "\n".join([*lines, "}"])
 
 
 @triton.constexpr_function
-def offset(bits, bend=0):
-    """What load_halves gives more than the code's value."""
+def halves_offset(bits, bend=0):
+    """Return how much more ``load_halves`` gives than the code's value."""
     return 0 if bend else 1024 + 2 ** (bits - 1)
 
 
 @triton.jit
 def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl.constexpr):
-    """int32[R, G / 16, n]: a plane of P bytes a group in words of ``dtype``; zeros beyond the last group."""
+    """int32[R, G / 16, n]: words of a tile's groups in a plane; zeros beyond the last group.
+
+    Args:
+        plane: pointer to the plane.
+        first: the tile's first group.
+        groups: of the chunk.
+        P: bytes a group.
+        dtype: of a word in memory: int32 or int16.
+        C: constants of the tile.
+    """
     SIZE: tl.constexpr = dtype.primitive_bitwidth // 8
     flat = tl.arange(0, C.R * P // SIZE)
-    at = unit_pointers(plane, first, P, dtype, C)
+    pointers = unit_pointers(plane, first, P, dtype, C)
     inside = flat < units_left(first, groups, P // SIZE, C)
-    words = tl.load(at, mask=inside, other=0).to(tl.int32)
+    words = tl.load(pointers, mask=inside, other=0).to(tl.int32)
     return tl.reshape(words, [C.R, C.G // 16, 16 * P // C.G // SIZE])
 
 
 @triton.jit
 def load_halves(wire, first, groups, C: tl.constexpr):
-    """fp16[R, G]: integers for the codes of groups first... of the chunk at wire, too large by ``offset``,
-    which is cheaper subtracted after the Hadamard transform: that of a constant is zero but in its first
-    element. Not interpretable."""
-    text: tl.constexpr = unpacking_assembly(C.BITS, C.BEND)
+    """fp16[R, G]: integers for the codes of a tile's groups, too large by ``halves_offset``.
+
+    The offset is cheaper subtracted after the Hadamard transform: that of a constant is zero but in its first
+    element. Not interpretable.
+
+    Args:
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
+    assembly: tl.constexpr = unpacking_assembly(C.BITS, C.BEND)
     registers: tl.constexpr = constraints("=h", 16, words_of(C.BITS))
-    kinds: tl.constexpr = alike(tl.float16, 16)
+    types: tl.constexpr = repeated(tl.float16, 16)
     if C.BITS == 8:
         codes = load_words(wire, first, groups, C.G, tl.int32, C)
         inputs = four_of(tl.reshape(codes, [C.R, C.G // 16, 2, 2]))
@@ -438,12 +662,19 @@ def load_halves(wire, first, groups, C: tl.constexpr):
         elif C.BITS == 5:
             more = load_words(high, first, groups, C.G // 8, tl.int16, C)
             inputs += (tl.reshape(more, [C.R, C.G // 16]),)
-    return sixteen_joined(*tl.inline_asm_elementwise(text, registers, inputs, kinds, True, 1), C)
+    halves = tl.inline_asm_elementwise(assembly, registers, inputs, types, True, 1)
+    return sixteen_joined(*halves, C)
+
+
+# Planes in words of four codes: decoding to fp32 sums
 
 
 @triton.jit
 def low_nibbles(words, C: tl.constexpr):
-    """words & 0x0F0F0F0F; as PTX, or the compiler takes every nibble from its word on its own instead."""
+    """int32: words & 0x0F0F0F0F.
+
+    In PTX, or the compiler takes every nibble from its word on its own instead.
+    """
     if C.INTERPRET:
         words = words & 0x0F0F0F0F
     else:
@@ -455,58 +686,96 @@ def low_nibbles(words, C: tl.constexpr):
 
 @triton.jit
 def load_code_words(wire, first, groups, C: tl.constexpr):
-    """int32[R, G / 4]: codes plus 2^(BITS - 1) of an integer format, four in each word, in order."""
+    """int32[R, G / 4]: codes plus 2^(BITS - 1) of an integer format, four in each word, in order.
+
+    Args:
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     if C.BITS == 8:
         words = load_words(wire, first, groups, C.G, tl.int32, C) ^ -2139062144  # 0x80808080
-    else:  # nibble q of byte k of word h is element 8q + 4h + k of 16
+    else:
+        # low, high: quarters q and 2 + q of 16 elements, [R, G / 16, 2].
         nibbles = load_words(wire, first, groups, C.G // 2, tl.int32, C)
-        low, high = low_nibbles(nibbles, C), low_nibbles(nibbles >> 4, C)
+        low = low_nibbles(nibbles, C)
+        high = low_nibbles(nibbles >> 4, C)
         plane = after_plane(wire, C.G // 2, groups, C)
-        h = tl.arange(0, 2)[None, None, :]
-        if C.BITS == 6:  # two bits of that element are 2(2q + h) and the next of byte k
-            more = load_words(plane, first, groups, C.G // 4, tl.int32, C) >> (2 * h)
-            low, high = low | ((more & 0x03030303) << 4), high | (more & 0x30303030)
-        elif C.BITS == 5:  # its bit is 4q + 2h + k // 2 of byte k % 2
+        q = tl.arange(0, 2)[None, None, :]
+        # The bits above 4 of quarter w lie in bits 2 w and 2 w + 1 of byte k: shifted by 2 q, those of
+        # quarter q are the lowest, and those of quarter 2 + q bits 4 and 5, where they belong.
+        if C.BITS == 6:
+            more = load_words(plane, first, groups, C.G // 4, tl.int32, C) >> (2 * q)
+            low = low | ((more & 0x03030303) << 4)
+            high = high | (more & 0x30303030)
+        elif C.BITS == 5:
             more = load_words(plane, first, groups, C.G // 8, tl.int16, C)
-            more = ((more & 0xFFFF) | ((more >> 1) << 16)) >> (2 * h)
-            low, high = low | ((more & 0x01010101) << 4), high | (more & 0x10101010)
+            more = ((more & 0xFFFF) | ((more >> 1) << 16)) >> (2 * q)
+            low = low | ((more & 0x01010101) << 4)
+            high = high | (more & 0x10101010)
         words = tl.permute(tl.join(low, high), [0, 1, 3, 2])
     return tl.reshape(words, [C.R, C.G // 4])
 
 
 @triton.jit
 def magic_bits(groups):
-    """Bits of 2^23 in fp32, in a way that the compiler does not know them: as an immediate operand, of which
-    an instruction takes only one, they would cost a second instruction."""
+    """int32: the bits of 2^23 in fp32, in a form that the compiler cannot fold (``groups`` is not negative).
+
+    Known, they would be an immediate operand, of which an instruction takes only one: masking a byte and
+    setting it into them would be two instructions.
+    """
     return 0x4B000000 | (groups >> 31)
 
 
 @triton.jit
-def number(word, magic, MASK: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr):
-    """fp32: the code under MASK, whose lowest bit is worth UNIT, times UNIT."""
+def code_under(word, magic, MASK: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr):
+    """fp32: a code of each word times UNIT.
+
+    Args:
+        word: int32, codes plus 2^(BITS - 1), a byte each.
+        magic: what ``magic_bits`` gives.
+        MASK: bits of the code in its word.
+        UNIT: what the lowest of them is worth: 1.0 or 256.0.
+        C: constants of the tile.
+    """
     bits = (word & MASK) | magic
     return bits.to(tl.float32, bitcast=True) - (8388608.0 + UNIT * 2.0 ** (C.BITS - 1))
 
 
 @triton.jit
 def add_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
-    """t_k + q_k * step for the four codes of each word, each rounded once; all fp32[R, G / 4].
+    """t_k + q_k * step for the four codes of each word, each rounded once; four fp32[R, G / 4].
 
     Every second code stays where it is in its word, is 256 times too large, and so takes step / 256.
+
+    Args:
+        t0, t1, t2, t3: fp32[R, G / 4], sums so far of every fourth element.
+        words: int32[R, G / 4], what ``load_code_words`` gives.
+        step: fp32[R], steps of the groups.
+        magic: what ``magic_bits`` gives.
+        C: constants of the tile.
     """
     step = tl.broadcast_to(step[:, None], [C.R, C.G // 4])
     small = step * (1.0 / 256.0)
-    t0 = tl.fma(number(words, magic, 0xFF, 1.0, C), step, t0)
-    t1 = tl.fma(number(words, magic, 0xFF00, 256.0, C), small, t1)
+    t0 = tl.fma(code_under(words, magic, 0xFF, 1.0, C), step, t0)
+    t1 = tl.fma(code_under(words, magic, 0xFF00, 256.0, C), small, t1)
     words = words >> 16
-    t2 = tl.fma(number(words, magic, 0xFF, 1.0, C), step, t2)
-    t3 = tl.fma(number(words, magic, 0xFF00, 256.0, C), small, t3)
+    t2 = tl.fma(code_under(words, magic, 0xFF, 1.0, C), step, t2)
+    t3 = tl.fma(code_under(words, magic, 0xFF00, 256.0, C), small, t3)
     return t0, t1, t2, t3
 
 
 @triton.jit
 def load_singles(wire, first, groups, C: tl.constexpr):
-    """fp32[R, G]: values of groups first... of the chunk at wire, in an integer format."""
+    """fp32[R, G]: codes of a tile's groups in an integer format.
+
+    Args:
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     words = load_code_words(wire, first, groups, C)
     bytes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
-    return number(tl.reshape(bytes, [C.R, C.G]), magic_bits(groups), 0xFF, 1.0, C)
+    return code_under(tl.reshape(bytes, [C.R, C.G]), magic_bits(groups), 0xFF, 1.0, C)

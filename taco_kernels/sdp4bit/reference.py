@@ -29,9 +29,13 @@ from taco_kernels.common import ALIGNMENT, aligned, ceil_div, check_choice, chec
 from taco_kernels.common.reference import hadamard, integer_values, pack, round_to_integers, unpack
 
 BITS = (4, 8)
+"""Bits that a code can have."""
 GROUP_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+"""Values that can share a step."""
 HADAMARD_POINTS = 32
+"""Values that are rotated together."""
 STEP_BYTES = 4
+"""Bytes of a step on the wire."""
 FLOOR = 1e-30
 """Smallest largest magnitude of a group that is told from zero."""
 
@@ -61,38 +65,51 @@ class GroupFormat:
         return 2 ** (self.bits - 1) - 1
 
     def groups(self, numel: int) -> int:
-        """Groups of a row."""
+        """Return the groups of a row of ``numel`` values."""
         return ceil_div(numel, self.group_size)
 
     def code_bytes(self, numel: int) -> int:
-        """Bytes of a row's codes, padding included."""
+        """Return the bytes of a row's codes, those of zeros that fill the last group included."""
         return self.groups(numel) * self.group_size * self.bits // 8
 
     def wire_bytes(self, numel: int) -> int:
-        """Exact bytes of a row's wire."""
+        """Return the exact bytes of a row's wire."""
         return aligned(self.code_bytes(numel) + STEP_BYTES * self.groups(numel))
 
     def check_wires(self, wires: torch.Tensor, shape: Sequence[int], numel: int) -> None:
-        """Raise ValueError unless ``wires`` is uint8[*shape, wire_bytes(numel)] with contiguous rows."""
+        """Refuse wires that are not uint8[*shape, wire_bytes(numel)] with contiguous rows.
+
+        Args:
+            wires: what was passed.
+            shape: all dimensions but the last.
+            numel: values of a row.
+
+        Raises:
+            ValueError: they have another shape, type or stride.
+        """
         check_tensor("wires", wires, torch.uint8, (*shape, self.wire_bytes(numel)), contiguous=True)
 
 
 def check_rows(x: torch.Tensor, name: str) -> None:
-    """Raise ValueError unless ``x`` has rows of contiguous values, with at most two dimensions above them."""
+    """Refuse a tensor whose rows are not contiguous, or that has more than two dimensions above them.
+
+    Raises:
+        ValueError: naming the argument ``name``.
+    """
     if not 1 <= x.dim() <= 3 or (x.shape[-1] > 1 and x.stride(-1) != 1):
         raise ValueError(
-            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; it needs one to three "
-            "dimensions, the last one contiguous"
+            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}; "
+            "it needs one to three dimensions, the last one contiguous"
         )
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """WHT of every 32 values of the last dimension, without normalisation."""
+    """Return the WHT of every 32 values of the last dimension, without normalisation."""
     return hadamard(x.reshape(*x.shape[:-1], -1, HADAMARD_POINTS)).view(x.shape)
 
 
 def to_groups(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
-    """fp32[rows, groups, G] of x[rows, n]: zero padded, rotated where the format asks for it."""
+    """Return fp32[rows, groups, G] of x[rows, n]: zero padded, rotated where the format asks for it."""
     numel = x.shape[-1]
     size = format.groups(numel) * format.group_size
     h = F.pad(x.float(), (0, size - numel))
@@ -102,14 +119,15 @@ def to_groups(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
 
 
 def encode_groups(h: torch.Tensor, format: GroupFormat) -> torch.Tensor:
-    """Wires uint8[rows, bytes] of h fp32[rows, groups, G]."""
+    """Return wires uint8[rows, bytes] of h fp32[rows, groups, G], which is in the codes' domain."""
     rows, groups, size = h.shape
     amax = h.abs().amax(dim=-1)
-    bad, zero = ~torch.isfinite(h).all(dim=-1), amax == 0
+    zero = amax == 0
+    bad = ~torch.isfinite(h).all(dim=-1)
     amax = amax.masked_fill(bad, 0.0).clamp(min=FLOOR)
-    step = amax / amax.new_tensor(
-        float(format.qmax)
-    )  # a tensor: torch divides by numbers with a reciprocal
+    # A tensor: torch divides by numbers with a reciprocal.
+    step = amax / amax.new_tensor(float(format.qmax))
+    # Up to 16 mantissa bits, so that code times step is exact.
     step = ((step.view(torch.int32) + 0xFF) & -0x100).view(torch.float32)
     inverse = step.reciprocal().masked_fill(bad, 0.0)
     codes = round_to_integers(h, inverse[..., None], format.bits).view(rows, groups * size)
@@ -121,17 +139,31 @@ def encode_groups(h: torch.Tensor, format: GroupFormat) -> torch.Tensor:
 
 
 def decode_groups(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
-    """q * step, fp32[rows, groups * G] in the codes' own domain, of wires uint8[rows, bytes]."""
-    rows, groups, size = wires.shape[0], format.groups(numel), format.group_size
+    """Return q * step, fp32[rows, groups * G] in the codes' own domain.
+
+    Args:
+        wires: uint8[rows, bytes].
+        format: of the wires.
+        numel: values of a row.
+    """
+    rows = wires.shape[0]
+    groups = format.groups(numel)
+    size = format.group_size
     split = format.code_bytes(numel)
     codes = unpack([wires[:, :split]], (format.bits,)).view(rows, groups, size)
     values = integer_values(codes, format.bits)
-    step = wires[:, split : split + 4 * groups].contiguous().view(torch.float32)
+    step = wires[:, split : split + STEP_BYTES * groups].contiguous().view(torch.float32)
     return (values * step[..., None]).view(rows, groups * size)
 
 
 def sum_senders(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
-    """Sum over S of uint8[S, rows, bytes], fp32[rows, groups * G] in the codes' own domain."""
+    """Return the sum over S senders, in their order, fp32[rows, groups * G] in the codes' own domain.
+
+    Args:
+        wires: uint8[S, rows, bytes].
+        format: of the wires.
+        numel: values of a row.
+    """
     total = decode_groups(wires[0], format, numel)
     for sender in wires[1:]:
         total = total + decode_groups(sender, format, numel)
@@ -139,24 +171,45 @@ def sum_senders(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.T
 
 
 def quantize(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
-    """Wires uint8[rows, bytes] of x[..., n] (bf16, fp16, fp32; rows contiguous, at most three dimensions)."""
+    """Return wires uint8[rows, bytes] of x[..., n].
+
+    x is bf16, fp16 or fp32, has contiguous rows and at most three dimensions (else ValueError).
+    """
     check_rows(x, "x")
-    numel, rows = x.shape[-1], math.prod(x.shape[:-1])
+    numel = x.shape[-1]
+    rows = math.prod(x.shape[:-1])
     if not x.numel():
         return torch.empty(rows, format.wire_bytes(numel), dtype=torch.uint8, device=x.device)
     return encode_groups(to_groups(x.reshape(rows, numel), format), format)
 
 
 def quantize_difference(new: torch.Tensor, old: torch.Tensor, format: GroupFormat) -> torch.Tensor:
-    """Wires uint8[1, bytes] of ``new - old``, both [n]; the subtraction is in fp32."""
+    """Return the wire uint8[1, bytes] of ``new - old``.
+
+    Args:
+        new: [n], bf16, fp16 or fp32.
+        old: [n]; the subtraction is in fp32.
+        format: of the wire.
+    """
     return quantize(new.float()[None] - old.float()[None], format)
 
 
 def sum_dequantize(
     wires: torch.Tensor, format: GroupFormat, out: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """``scale`` times the sum over S of wires uint8[S, rows, bytes], into out[rows, n], which is returned: in
-    fp32 in the order of S before the inverse transform, scaled after it."""
+    """Sum the senders' wires into ``out``, which is returned.
+
+    Summed in fp32 in the order of the senders before the inverse transform, scaled after it.
+
+    Args:
+        wires: uint8[S, rows, bytes].
+        format: of the wires.
+        out: [rows, n], bf16, fp16 or fp32; gets ``scale`` times the sum.
+        scale: factor of the sum.
+
+    Raises:
+        ValueError: wires or ``out`` are not of these shapes.
+    """
     check_rows(out, "out")
     format.check_wires(wires, (wires.shape[0], out.shape[0]), out.shape[-1])
     if out.numel() == 0:
@@ -170,8 +223,20 @@ def sum_dequantize(
 def sum_requantize(
     wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat
 ) -> torch.Tensor:
-    """The sum over S of wires uint8[S, rows, bytes] of ``numel`` values, as wires of ``target``: uint8[rows,
-    bytes of target]. Both formats are rotated, or neither: the sum does not leave the domain of the codes."""
+    """Sum the senders' wires and encode the sum, which does not leave the domain of the codes.
+
+    Args:
+        wires: uint8[S, rows, bytes].
+        format: of the wires.
+        numel: values of a row.
+        target: format of the sum's wires; rotated if ``format`` is, and only then.
+
+    Returns:
+        uint8[rows, bytes of target].
+
+    Raises:
+        ValueError: one format is rotated and the other is not, or the wires do not fit.
+    """
     if format.hadamard != target.hadamard:
         raise ValueError(f"{format} and {target} must both be rotated or both not")
     rows = wires.shape[1]
@@ -180,16 +245,24 @@ def sum_requantize(
         return torch.empty(rows, target.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
     total = sum_senders(wires, format, numel)
     size = target.groups(numel) * target.group_size
-    total = F.pad(
-        total, (0, size - total.shape[1])
-    )  # what is cropped is zero, or not finite like its group
+    # The groups of ``target`` may end earlier: what is cropped is zero, or not finite like its group.
+    total = F.pad(total, (0, size - total.shape[1]))
     return encode_groups(total.reshape(rows, -1, target.group_size), target)
 
 
 def add_dequantized(
     wires: torch.Tensor, format: GroupFormat, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Add wires uint8[rows, bytes] to weights[rows, n] in place: fp32 sum, rounded to the weights' type."""
+    """Add wires to weights in place, in fp32, rounded to the weights' type; return the weights.
+
+    Args:
+        wires: uint8[rows, bytes].
+        format: of the wires.
+        weights: [rows, n], bf16, fp16 or fp32.
+
+    Raises:
+        ValueError: wires or weights are not of these shapes.
+    """
     check_rows(weights, "weights")
     format.check_wires(wires, (weights.shape[0],), weights.shape[-1])
     if weights.numel() == 0:

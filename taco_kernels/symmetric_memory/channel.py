@@ -44,7 +44,7 @@ from taco_kernels.common import aligned
 from taco_kernels.common.device import Constants, Device
 from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
 from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
-from taco_kernels.taco.spec import STEP_BYTES, tuning_for, tuning_of
+from taco_kernels.taco.spec import STEP_BYTES, largest_tile, tuning_for
 
 WARPS = 4
 """Warps of a program of every kernel here; see ``tile_of``."""
@@ -275,7 +275,7 @@ def slot_bytes() -> int:
     sizes = []
     for format, group_size in product(FORMATS, GROUP_SIZES):
         config = CodecConfig(format, group_size, outliers=True)
-        sizes.append(tile_bytes(config, tuning_of("encode", config).tile))
+        sizes.append(tile_bytes(config, largest_tile("encode", config)))
     return max(sizes)
 
 

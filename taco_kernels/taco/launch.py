@@ -1,6 +1,18 @@
 """The kernels, which read and write once, and their launches. Same signatures as reference.py.
 
+A chunk is n groups, a tile R of them. A persistent kernel numbers the tiles of all chunks, and program p of P
+takes tiles p, p + P, p + 2 P, ...::
+
+    chunk          0                              1
+    tile           0      1    ...   t - 1        t    ...     t = ceil(n / R)
+    groups     0..R-1  R..2R-1 ...   ..n-1        0..R-1
+
+Where chunks are shorter than a tile (tokens), a tile holds several whole chunks instead, and the kernel sees
+one chunk of all groups (spec.Spec.ROW).
+
 Sums are taken in the Hadamard domain, in the order of the senders; those of two senders outside.
+
+A call is planned once for each configuration, shape and device (``Plan``), and a plan is looked up by them.
 """
 
 import math
@@ -13,7 +25,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common import addressable, ceil_div, check_counted, fast_launch
-from taco_kernels.common.device import as_tensor, device_number
+from taco_kernels.common.device import Device, as_tensor, device_number
 from taco_kernels.common.hadamard import shuffle, sylvester, transform, unshuffle
 from taco_kernels.taco.layout import CodecConfig, check_same_groups, check_wires
 from taco_kernels.taco.outlier_kernels import (
@@ -35,10 +47,18 @@ from taco_kernels.taco.wire import (
     sum_senders,
 )
 
+# Kernels
+
 
 @triton.jit
 def end_of(first, groups, C: tl.constexpr):
-    """After the last group of a tile that holds whole chunks alone (C.ROW), else of the chunk."""
+    """Number after the last group of the chunk; with C.ROW, after that of the tile, which is whole chunks.
+
+    Args:
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     if C.ROW:
         end = tl.minimum(groups, first + C.USED)
     else:
@@ -51,16 +71,30 @@ def encode_kernel(
     x, out, numel, groups, chunks, out_stride, run, inner, stride_outer, stride_inner,
     FLAGS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out[chunk] = wire of ``groups`` groups, for ``chunks`` chunks. Persistent programs, R groups a step."""
+    """out[chunk] = wire of ``groups`` groups, for every chunk of x. Persistent programs, a tile a step.
+
+    Args:
+        x: pointer to the tensor, bf16, fp16 or fp32.
+        out: pointer to the wires, uint8.
+        numel: values of the tensor.
+        groups: of each chunk.
+        chunks: how many there are.
+        out_stride: bytes from one chunk's wire to the next.
+        run, inner, stride_outer, stride_inner: how a strided tensor lies in memory, see wire.py.
+        FLAGS: spec.Flags.
+        C: spec.Spec.
+    """
     rows = (run, inner, stride_outer, stride_inner)
+    # An fp32 value is rotated as three bf16 values.
     dot_type: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
     matrix = sylvester(C, 1.0 / C.G, True, dot_type)
-    per_chunk = tl.cdiv(groups, C.USED)
+    tiles_per_chunk = tl.cdiv(groups, C.USED)
     for number in tl.range(
-        tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES
+        tl.program_id(0), tiles_per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES
     ):
         tile = as_tensor(number)
-        chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
+        chunk = tile // tiles_per_chunk
+        first = (tile % tiles_per_chunk) * C.USED
         end = end_of(first, groups, C)
         x_tile = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
         if C.OUTLIERS:
@@ -76,23 +110,38 @@ def decode_kernel(
     wires, x, numel, groups, chunks, wire_stride, run, inner, stride_outer, stride_inner,
     FLAGS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """x = WHT(q) * step of ``chunks`` chunks of ``groups`` groups. Persistent programs, R groups a step."""
+    """x = WHT(q) * step of every chunk of wires. Persistent programs, a tile a step.
+
+    Args:
+        wires: pointer to the wires, uint8.
+        x: pointer to the tensor.
+        numel: values of the tensor.
+        groups: of each chunk.
+        chunks: how many there are.
+        wire_stride: bytes from one chunk's wire to the next.
+        run, inner, stride_outer, stride_inner: how a strided tensor lies in memory, see wire.py.
+        FLAGS: spec.Flags.
+        C: spec.Spec.
+    """
     rows = (run, inner, stride_outer, stride_inner)
     matrix = sylvester(C, 1.0, False, tl.float16)
-    per_chunk = tl.cdiv(groups, C.USED)
+    tiles_per_chunk = tl.cdiv(groups, C.USED)
     for number in tl.range(
-        tl.program_id(0), per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES
+        tl.program_id(0), tiles_per_chunk * chunks, tl.num_programs(0), num_stages=FLAGS.STAGES
     ):
         tile = as_tensor(number)
-        chunk, first = tile // per_chunk, (tile % per_chunk) * C.USED
+        chunk = tile // tiles_per_chunk
+        first = (tile % tiles_per_chunk) * C.USED
         end = end_of(first, groups, C)
         group = chunk * groups + first
         wire = wires + chunk.to(tl.int64) * wire_stride
+        # Whether there are lists is loaded early, so that it is known when the groups are decoded.
         if C.OUTLIERS:
-            found = any_list(wire, wire_stride, first, groups, 1, C)
+            words = any_list(wire, wire_stride, first, groups, 1, C)
         h = decode_groups(wire, first, end, matrix, C)
         if C.OUTLIERS:
-            h = add_lists(h, found, wire, wire_stride, first, groups, 1, C)
+            h = add_lists(h, words, wire, wire_stride, first, groups, 1, C)
+        # The tile may reach into the next chunk's values, which another tile stores.
         if C.ROW:
             last = tl.minimum(numel, end.to(tl.int64) * C.G)
         else:
@@ -105,16 +154,28 @@ def decode_sum_kernel(
     wires, x, numel, groups, wire_stride, run, inner, stride_outer, stride_inner, W: tl.constexpr,
     FLAGS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """x = WHT(sum of q * step), of two senders the sum of WHT(q) * step. Persistent programs, R groups a
-    step."""
+    """x = WHT(sum of q * step), of two senders the sum of WHT(q) * step. Persistent programs, a tile a step.
+
+    Args:
+        wires: pointer to the first sender's wire, uint8.
+        x: pointer to the tensor.
+        numel: values of the tensor.
+        groups: of each wire.
+        wire_stride: bytes from one sender's wire to the next.
+        run, inner, stride_outer, stride_inner: how a strided tensor lies in memory, see wire.py.
+        W: senders.
+        FLAGS: spec.Flags.
+        C: spec.Spec.
+    """
     rows = (run, inner, stride_outer, stride_inner)
+    # Codes are exact in fp16; a sum in fp32 is split into three bf16.
     matrix = sylvester(C, 1.0, False, tl.float16 if W == 2 else tl.bfloat16)
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(groups, C.R), tl.num_programs(0), num_stages=FLAGS.STAGES
     ):
         first = as_tensor(tile) * C.R
         if C.OUTLIERS:
-            found = any_list(wires, wire_stride, first, groups, W, C)
+            words = any_list(wires, wire_stride, first, groups, W, C)
         if W == 2:
             h = decode_two(wires, wire_stride, first, groups, matrix, C)
         else:
@@ -122,7 +183,7 @@ def decode_sum_kernel(
             if C.HADAMARD:
                 h = unshuffle(transform(shuffle(h, C), matrix, C), C)
         if C.OUTLIERS:
-            h = add_lists(h, found, wires, wire_stride, first, groups, W, C)
+            h = add_lists(h, words, wires, wire_stride, first, groups, W, C)
         store_tile(x, h, first, numel, rows, FLAGS, C)
 
 
@@ -130,32 +191,51 @@ def decode_sum_kernel(
 def decode_sum_encode_kernel(
     wires, out, groups, wire_stride, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """out = wire, by D, of sum of q * step, without leaving the Hadamard domain. R groups a program."""
+    """out = wire, by D, of the sum of q * step, without leaving the Hadamard domain. A tile a program.
+
+    Args:
+        wires: pointer to the first sender's wire, uint8.
+        out: pointer to the wire of the sum.
+        groups: of each wire.
+        wire_stride: bytes from one sender's wire to the next.
+        W: senders.
+        C: spec.Spec of the senders' wires.
+        D: spec.Spec of the sum's.
+    """
     first = tl.program_id(0) * C.R
     if C.OUTLIERS:
-        found = any_list(wires, wire_stride, first, groups, W, C)
+        any_words = any_list(wires, wire_stride, first, groups, W, C)
     h = sum_senders(wires, wire_stride, first, groups, W, C)
     if C.OUTLIERS:
         words = empty_lists(C)
-        if tl.max(found, axis=0) > 0:
+        if tl.max(any_words, axis=0) > 0:
             h, words = sum_lists(h, wires, wire_stride, first, groups, W, C)
         store_lists(words, out, first, groups, D)
     encode_groups(h, out, first, groups, D)
 
+
+# Plans
 
 PLANS = 1024
 """Kept for each operation; sizes that come back find theirs."""
 
 
 class Rows(NamedTuple):
-    """A tensor as rows of ``run`` groups; see wire.py."""
+    """How a kernel walks a tensor: as rows of ``run`` groups; see wire.py."""
 
     run: int
+    """Groups a row."""
     inner: int
+    """Rows after which ``stride_outer`` is taken once."""
     stride_outer: int
+    """Values from one ``inner`` rows to the next."""
     stride_inner: int
+    """Values from one row to the next."""
     strided: bool
+    """False: the tensor is contiguous, and the numbers mean nothing."""
 
+
+CONTIGUOUS = Rows(run=1, inner=1, stride_outer=0, stride_inner=0, strided=False)
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Sizes and strides of a tensor, None of a contiguous one."""
@@ -173,13 +253,15 @@ class Plan(NamedTuple):
 
 
 def layout_of(x: torch.Tensor) -> Layout:
-    """What ``rows_of`` needs to know of x: sizes and strides, or None where x is contiguous."""
+    """Return what ``rows_of`` needs to know of x."""
     return None if x.is_contiguous() else (x.shape, x.stride())
 
 
-def rows_of(layout: Layout, group_size: int) -> Rows | None:
-    """How a kernel walks a tensor in row-major order without a copy, or None if it cannot: after merging
-    dimensions it is contiguous, or three at most, the last one contiguous and whole groups."""
+def merged_dimensions(layout: Layout) -> list[tuple[int, int]]:
+    """Return the fewest (size, stride) that walk a tensor in row-major order.
+
+    A dimension whose stride is the size times the stride of the next one continues it: both become one.
+    """
     dims: list[tuple[int, int]] = []
     for size, stride in zip(*layout or ((), ()), strict=True):
         if size == 1:
@@ -188,21 +270,159 @@ def rows_of(layout: Layout, group_size: int) -> Rows | None:
             dims[-1] = (dims[-1][0] * size, stride)
         else:
             dims.append((size, stride))
+    return dims
+
+
+def rows_of(layout: Layout, group_size: int) -> Rows | None:
+    """Return how a kernel walks a tensor in row-major order without a copy, or None if it cannot.
+
+    It can when the tensor, after merging dimensions, is contiguous, or has at most three dimensions, the last
+    one contiguous and a multiple of the group size.
+    """
+    dims = merged_dimensions(layout)
     if not dims or (len(dims) == 1 and dims[0][1] == 1):
-        return Rows(1, 1, 0, 0, False)
-    if len(dims) > 3 or len(dims) < 2 or dims[-1][1] != 1 or dims[-1][0] % group_size:
+        return CONTIGUOUS
+    if not 2 <= len(dims) <= 3:
         return None
-    outer = dims[0][1] if len(dims) == 3 else 0
-    return Rows(dims[-1][0] // group_size, dims[-2][0], outer, dims[-2][1], True)
+    size, stride = dims[-1]
+    if stride != 1 or size % group_size:
+        return None
+    stride_outer = dims[0][1] if len(dims) == 3 else 0
+    inner, stride_inner = dims[-2]
+    return Rows(size // group_size, inner, stride_outer, stride_inner, strided=True)
 
 
 def check_groups(groups: int) -> None:
-    """Raise ValueError where kernels, which count groups in 32 bits, cannot count so many."""
+    """Refuse more groups than kernels, which count them in 32 bits, can count (ValueError)."""
     check_counted("groups", groups, "use a larger group_size or smaller messages")
 
 
+KERNELS = {"encode": encode_kernel, "decode": decode_kernel, "decode_sum": decode_sum_kernel}
+
+
+@lru_cache(PLANS)
+def _plan(
+    operation: str, config: CodecConfig, numel: int, layout: Layout,
+    shape: tuple[int, ...], dtype: torch.dtype, stride: int, index: int,
+) -> Plan:  # fmt: skip
+    """Return the launch between a tensor and wires.
+
+    Args:
+        operation: ``encode``, ``decode`` or ``decode_sum``.
+        config: of the codec.
+        numel: values of the tensor.
+        layout: of the tensor.
+        shape: of the wires; to encode, (chunks,).
+        dtype: of the wires; to encode, of the tensor.
+        stride: bytes from one wire to the next; to encode, anything.
+        index: of the device.
+    """
+    encodes = operation == "encode"
+    sums = operation == "decode_sum"
+    chunks = 1 if sums else shape[0]
+    # Wires without a row hold nothing. A number of chunks to encode is checked by chunk_numel.
+    chunk = config.chunk_numel(numel, chunks if encodes else max(chunks, 1))
+    if encodes:
+        stride = config.wire_bytes(chunk)
+    else:
+        check_wires(shape, dtype, config, chunk)
+        if numel and not shape[0]:
+            raise ValueError(f"wires of shape {tuple(shape)} hold nothing to decode")
+    rows = rows_of(layout, config.group_size)
+    walkable = rows is not None
+    if numel == 0:
+        return Plan(None, walkable, (chunks, stride))
+
+    groups = chunk // config.group_size
+    check_groups(groups * chunks)
+    device = device_number(index)
+    row = 0
+    if _together(operation, config, device, numel, chunk, chunks, stride):
+        # The kernel sees one chunk of all groups; C.ROW says how many make a chunk.
+        row = groups
+        groups = groups * chunks
+        chunks = 1
+    tuning = tuning_in(operation, config, device, groups, chunks)
+    if encodes and dtype == torch.float32:
+        # fp32 takes twice the registers of bf16: no limit on them.
+        tuning = tuning._replace(registers=None)
+
+    rows = rows or CONTIGUOUS
+    spec = make_spec(config, tuning.tile, device, row=row)
+    flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
+    constants = dict(FLAGS=flags, C=spec, **tuning.options)
+    if sums:
+        fixed = (numel, groups, stride, *rows[:4])
+        constants["W"] = shape[0]
+    else:
+        fixed = (numel, groups, chunks, stride, *rows[:4])
+    grid = device.grid(ceil_div(groups, spec.USED.value) * chunks, tuning)
+    launch = fast_launch.Launch(KERNELS[operation], grid, fixed, constants)
+    return Plan(launch, walkable, (shape[0], stride))
+
+
+def _together(
+    operation: str, config: CodecConfig, device: Device,
+    numel: int, chunk: int, chunks: int, stride: int,
+) -> bool:  # fmt: skip
+    """Return True if tiles are to hold several whole chunks: all chunks are full, next to each other, short."""
+    full = numel == chunks * chunk and stride == config.wire_bytes(chunk)
+    if chunks == 1 or config.outliers or not full:
+        return False
+    tile = tuning_in(operation, config, device, chunks * chunk // config.group_size, 1).tile
+    return 2 * chunk <= tile
+
+
+@lru_cache(PLANS)
+def _plan_decode_sum_encode(
+    config: CodecConfig, config_out: CodecConfig, numel: int,
+    shape: tuple[int, ...], dtype: torch.dtype, stride: int, index: int,
+) -> Plan:  # fmt: skip
+    """Return the launch from the senders' wires to that of their sum.
+
+    Args:
+        config: of the senders' wires.
+        config_out: of the sum's.
+        numel: values of each wire.
+        shape: of the wires.
+        dtype: of the wires.
+        stride: bytes from one wire to the next.
+        index: of the device.
+    """
+    check_same_groups(config, config_out)
+    chunk = config.chunk_numel(numel)
+    check_wires(shape, dtype, config, chunk)
+    wire = (config_out.wire_bytes(numel),)
+    if numel == 0:
+        return Plan(None, wire=wire)
+    groups = chunk // config.group_size
+    check_groups(groups)
+    device = device_number(index)
+    tuning = tuning_for("decode_sum_encode", config, device)
+    spec = make_spec(config, tuning.tile, device)
+    launch = fast_launch.Launch(
+        decode_sum_encode_kernel,
+        (ceil_div(groups, spec.R.value),),
+        (groups, stride),
+        dict(W=shape[0], C=spec, D=make_spec(config_out, tuning.tile, device), **tuning.options),
+    )
+    return Plan(launch, wire=wire)
+
+
+# Operations
+
+
 def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
-    """reference.encode as one kernel."""
+    """Encode a tensor by one kernel; see reference.encode.
+
+    Args:
+        x: of any shape and stride, bf16, fp16 or fp32.
+        config: of the codec.
+        chunks: equal pieces of x.
+
+    Returns:
+        uint8[chunks, wire_bytes].
+    """
     plan = _plan("encode", config, x.numel(), layout_of(x), (chunks,), x.dtype, 0, x.get_device())
     out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
     if plan.launch is not None:
@@ -218,83 +438,44 @@ def _decoded(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """reference.decode or reference.decode_sum as one kernel."""
-    numel, wires = math.prod(shape), addressable(wires)
+    """Decode or sum wires by one kernel; see reference.decode and reference.decode_sum."""
+    numel = math.prod(shape)
+    wires = addressable(wires)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=wires.device)
     elif out.numel() != numel:
         raise ValueError(f"out has {out.numel()} values, not those of shape {tuple(shape)}")
     like = wires.shape, wires.dtype, wires.stride(0), wires.get_device()
     plan = _plan(operation, config, numel, layout_of(out), *like)
-    if plan.launch is not None:
-        into = out if plan.walkable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        plan.launch((wires, into))
-        if into is not out:
-            out.copy_(into)
+    if plan.launch is None:
+        return out
+    if plan.walkable:
+        plan.launch((wires, out))
+    else:
+        contiguous = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        plan.launch((wires, contiguous))
+        out.copy_(contiguous)
     return out
 
 
-decode, decode_sum = partial(_decoded, "decode"), partial(_decoded, "decode_sum")
-
-
-@lru_cache(PLANS)
-def _plan(
-    operation: str, config: CodecConfig, numel: int, layout: Layout,
-    shape: tuple[int, ...], dtype: torch.dtype, stride: int, index: int,
-) -> Plan:  # fmt: skip
-    """The launch between a tensor of ``layout`` and wires of ``shape``, ``dtype`` and ``stride`` bytes a row.
-
-    To encode, ``shape`` is the number of chunks and ``dtype`` the tensor's.
-    """
-    senders, chunks = (shape[0], 1) if operation == "decode_sum" else (0, shape[0])
-    chunk = config.chunk_numel(numel, chunks if operation == "encode" else max(chunks, 1))
-    if operation == "encode":
-        stride = config.wire_bytes(chunk)
-    else:
-        check_wires(shape, dtype, config, chunk)
-        if numel and not shape[0]:
-            raise ValueError(f"wires of shape {tuple(shape)} hold nothing to decode")
-    rows = rows_of(layout, config.group_size)
-    walkable = rows is not None
-    rows = rows or rows_of(None, config.group_size)
-    if numel == 0:
-        return Plan(None, walkable, (chunks, stride))
-    groups, row = chunk // config.group_size, 0
-    check_groups(groups * chunks)
-    device = device_number(index)
-    whole = (
-        chunks > 1
-        and not config.outliers
-        and (numel, stride) == (chunks * chunk, config.wire_bytes(chunk))
-    )
-    if whole and 2 * chunk <= tuning_in(operation, config, device, groups * chunks, 1).tile:
-        groups, chunks, row = (
-            groups * chunks,
-            1,
-            groups,
-        )  # tiles hold several whole chunks, such as tokens
-    tuning = tuning_in(operation, config, device, groups, chunks)
-    if (
-        operation == "encode" and dtype == torch.float32
-    ):  # takes twice the registers: no limit on them
-        tuning = tuning._replace(registers=None)
-    spec = make_spec(config, tuning.tile, device, row=row)
-    flags = make_flags(rows.strided, numel % config.group_size != 0, tuning.stages)
-    launch = fast_launch.Launch(
-        {"encode": encode_kernel, "decode": decode_kernel, "decode_sum": decode_sum_kernel}[
-            operation
-        ],
-        device.grid(ceil_div(groups, spec.USED.value) * chunks, tuning),
-        (numel, groups, *([] if senders else [chunks]), stride, *rows[:4]),
-        dict(FLAGS=flags, C=spec, **tuning.options) | (dict(W=senders) if senders else {}),
-    )
-    return Plan(launch, walkable, (shape[0], stride))
+decode = partial(_decoded, "decode")
+decode_sum = partial(_decoded, "decode_sum")
 
 
 def decode_sum_encode(
     wires: torch.Tensor, config: CodecConfig, numel: int, config_out: CodecConfig | None = None
 ) -> torch.Tensor:
-    """reference.decode_sum_encode as one kernel."""
+    """Encode the sum of the senders' wires by one kernel; see reference.decode_sum_encode.
+
+    Args:
+        wires: uint8[W, wire_bytes(numel)], a row a sender.
+        config: of the senders' wires.
+        numel: values of each.
+        config_out: of the sum's wire, if that is not ``config``.
+
+    Returns:
+        uint8[wire_bytes(numel)] of ``config_out``.
+    """
     wires = addressable(wires)
     like = wires.shape, wires.dtype, wires.stride(0), wires.get_device()
     plan = _plan_decode_sum_encode(config, config_out or config, numel, *like)
@@ -302,27 +483,3 @@ def decode_sum_encode(
     if plan.launch is not None:
         plan.launch((wires, out))
     return out
-
-
-@lru_cache(PLANS)
-def _plan_decode_sum_encode(
-    config: CodecConfig, config_out: CodecConfig, numel: int,
-    shape: tuple[int, ...], dtype: torch.dtype, stride: int, index: int,
-) -> Plan:  # fmt: skip
-    check_same_groups(config, config_out)
-    chunk, wire = config.chunk_numel(numel), (config_out.wire_bytes(numel),)
-    check_wires(shape, dtype, config, chunk)
-    if numel == 0:
-        return Plan(None, wire=wire)
-    groups = chunk // config.group_size
-    check_groups(groups)
-    device = device_number(index)
-    tuning = tuning_for("decode_sum_encode", config, device)
-    spec = make_spec(config, tuning.tile, device)
-    launch = fast_launch.Launch(
-        decode_sum_encode_kernel,
-        (ceil_div(groups, spec.R.value),),
-        (groups, stride),
-        dict(W=shape[0], C=spec, D=make_spec(config_out, tuning.tile, device), **tuning.options),
-    )
-    return Plan(launch, wire=wire)

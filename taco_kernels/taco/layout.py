@@ -1,14 +1,22 @@
 """What goes on the wire: formats, group and chunk sizes, where payload and scales lie.
 
-One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C / G`` groups) is::
+A tensor is split into equal chunks (one a rank, say), zero padded to whole groups, and each chunk has a wire of
+its own. One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C / G`` groups) is::
 
     plane 0 | plane 1 | ... | n step values s | n adaptive scales alpha (dual scales only) | zeros
 
 padded to a multiple of 16 bytes, so that every chunk of a wire can be read with 16-byte accesses. With signed
 scales s has either sign. With ``outliers`` the lists of outliers of every block follow (outliers.py).
+
 A plane holds ``b`` bits of every code of the chunk in order: 16 codes fill ``2b`` bytes, byte ``j`` of them
-carrying elements ``j, j + 2b, j + 4b, ...``, the first in the low bits. 8-bit formats have one plane of 8
-bits, int4 one of 4, int6 a plane of the low 4 bits and one of the high 2, int5 a plane of 4 and one of 1.
+carrying elements ``j, j + 2b, j + 4b, ...``, the first in the low bits::
+
+    format            planes, bits    bytes a group of 128, with dual / single scales
+    fp8, int8         8               136 / 130
+    int6              4, 2            104 /  98
+    int5              4, 1             88 /  82
+    int4              4                72 /  66
+
 Codes narrower than a byte are stored plus ``2^(bits - 1)``, int8 in two's complement.
 """
 
@@ -21,8 +29,11 @@ from taco_kernels.common import aligned, ceil_div, check_choice
 from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 
 FORMATS = ("fp8-e4m3", "fp8-e5m2", "int8", "int6", "int5", "int4")
+"""What codes are; see CodecConfig.format."""
 SCALES = ("dual", "single", "signed")
+"""Scales that a group can have; see CodecConfig.scales."""
 GROUP_SIZES = (32, 64, 128, 256)
+"""Values that can share a scale."""
 BEND = {"int4": 4, "int5": 9, "int6": 18}
 """``a`` of the quadratic grid, by format."""
 
@@ -80,13 +91,15 @@ class CodecConfig:
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are fp8 numbers."""
+        """True if codes are fp8 numbers."""
         return self.format.startswith("fp8")
 
     @property
     def bend(self) -> int:
         """``a`` of the quadratic grid of int4 to int6 with signed scales (reference.py); 0: uniform."""
-        return BEND.get(self.format, 0) if self.scales == "signed" else 0
+        if self.scales != "signed":
+            return 0
+        return BEND.get(self.format, 0)
 
     @property
     def qmax(self) -> float:
@@ -104,31 +117,44 @@ class CodecConfig:
         return sum(self.planes)
 
     def payload_bytes_per_group(self) -> int:
-        """Bytes of one group without its scales."""
+        """Return the bytes of one group without its scales."""
         return self.group_size * self.bits // 8
 
     def bytes_per_group(self) -> int:
-        """Bytes of one group on the wire, scales included."""
+        """Return the bytes of one group on the wire, scales included."""
         return self.payload_bytes_per_group() + _SCALE_BYTES[self.scales]
 
     def chunk_numel(self, numel: int, chunks: int = 1) -> int:
-        """Values in each of ``chunks`` equal pieces of ``numel`` values, padded to whole groups."""
+        """Return the values in each of ``chunks`` equal pieces of ``numel`` values, padded to whole groups."""
         if numel < 0 or chunks < 1:
             raise ValueError(f"numel={numel} must be >= 0 and chunks={chunks} >= 1")
-        return -(-numel // (chunks * self.group_size)) * self.group_size
+        return ceil_div(numel, chunks * self.group_size) * self.group_size
 
     def lists_at(self, numel: int) -> int:
-        """Byte of a chunk of ``numel`` values where the blocks' lists begin: after less than 16 zeros."""
-        return aligned(self.chunk_numel(numel) // self.group_size * self.bytes_per_group())
+        """Return the byte of a chunk of ``numel`` values where the blocks' lists begin.
+
+        Fewer than 16 zeros lie before it.
+        """
+        groups = self.chunk_numel(numel) // self.group_size
+        return aligned(groups * self.bytes_per_group())
 
     def wire_bytes(self, numel: int) -> int:
-        """Exact bytes of one chunk that holds ``numel`` values: whole groups, under 16 zeros, the lists."""
-        blocks = ceil_div(self.chunk_numel(numel), BLOCK) if self.outliers else 0
+        """Return the exact bytes of one chunk that holds ``numel`` values.
+
+        They are whole groups, fewer than 16 zeros, and the lists of outliers.
+        """
+        blocks = 0
+        if self.outliers:
+            blocks = ceil_div(self.chunk_numel(numel), BLOCK)
         return self.lists_at(numel) + blocks * LIST_BYTES
 
 
 def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
-    """Raise ValueError unless sums of one config's groups can be encoded by the other as they are."""
+    """Refuse two configs unless sums of the first one's groups can be encoded by the second as they are.
+
+    Raises:
+        ValueError: they differ in group_size, hadamard or outliers.
+    """
     for name in ("group_size", "hadamard", "outliers"):
         if getattr(config, name) != getattr(config_out, name):
             raise ValueError(
@@ -138,7 +164,17 @@ def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
 
 
 def check_wires(shape: Sequence[int], dtype: torch.dtype, config: CodecConfig, chunk: int) -> None:
-    """Raise ValueError unless wires of this shape and dtype are uint8[rows, wire_bytes(chunk)]."""
+    """Refuse wires that are not uint8[rows, wire_bytes(chunk)].
+
+    Args:
+        shape: of the wires.
+        dtype: of the wires.
+        config: of the codec that is to decode them.
+        chunk: values of each row.
+
+    Raises:
+        ValueError: they have another shape or type.
+    """
     expected = config.wire_bytes(chunk)
     if len(shape) != 2 or shape[1] != expected or dtype != torch.uint8:
         raise ValueError(

@@ -1,4 +1,8 @@
-"""How kernels are compiled and run: constants derived from a CodecConfig; tile, warps, stages, programs."""
+"""How kernels are compiled and run: constants derived from a CodecConfig; tile, warps, stages, programs.
+
+``make_spec`` gives the constants of a kernel. ``tuning_for`` looks up how an operation is run in one table,
+TUNING, by operation, architecture and configuration; ``tuning_in`` fits the tile to short chunks.
+"""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,9 +12,10 @@ import triton.language as tl
 
 from taco_kernels.common.device import Constants, Device, Tuning
 from taco_kernels.taco import reference
-from taco_kernels.taco.layout import CodecConfig
+from taco_kernels.taco.layout import FORMATS, GROUP_SIZES, CodecConfig
 
-STEP_BYTES = 4  # a group saves with its dual scales merged into a step
+STEP_BYTES = 4
+"""Bytes that a group saves with its dual scales merged into a step."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -40,26 +45,33 @@ class Spec(Constants):
     BLOCKS: tl.constexpr
     """G / POINT."""
     FORMAT: tl.constexpr
+    """Name of the format, one of layout.FORMATS."""
     INTEGER: tl.constexpr
+    """Codes are integers, not fp8."""
     BITS: tl.constexpr
+    """Bits of a code."""
     QMAX: tl.constexpr
+    """Largest code value."""
     PAYLOAD: tl.constexpr
     """Bytes of a group's codes."""
     BYTES: tl.constexpr
     """Bytes of a group, scales included."""
     DUAL: tl.constexpr
+    """A group has two fp32 scales; else one bf16 step."""
     MERGED: tl.constexpr
     """The wire has the fp32 step that dual scales make instead of the two."""
     SIGNED: tl.constexpr
     """One step with a sign (layout.CodecConfig.scales)."""
     HADAMARD: tl.constexpr
+    """Groups are transformed."""
     OUTLIERS: tl.constexpr
     """Outliers follow the groups (outliers.py); a tile is whole blocks."""
     BEND: tl.constexpr
     """``a`` of the quadratic grid (reference.py), 0 of a uniform one."""
     FAR: tl.constexpr
+    """1 / the first of reference.quadratic_ends, 0 of a uniform grid."""
     NEAR: tl.constexpr
-    """1 / reference.quadratic_ends, 0 of a uniform grid."""
+    """1 / the second of reference.quadratic_ends, 0 of a uniform grid."""
     ROOT: tl.constexpr
     """sqrt(G), or 1 without the transform."""
     FLOOR: tl.constexpr
@@ -84,36 +96,54 @@ class Spec(Constants):
 def make_spec(
     config: CodecConfig, tile: int, device: Device, merged: bool = False, row: int = 0
 ) -> Spec:
-    """Constants for tiles of ``tile`` values; cached, as launches hash and compare them.
+    """Return the constants of a kernel; cached, as launches hash and compare them.
 
-    ``merged``, ``row``: see Spec.MERGED and Spec.ROW.
+    Args:
+        config: of the codec.
+        tile: values a program holds at a time.
+        device: that the kernel runs on.
+        merged: see Spec.MERGED; of other than dual scales it means nothing.
+        row: groups of a chunk where a tile is to hold several whole chunks, else 0.
     """
-    G, R, merged = config.group_size, tile // config.group_size, merged and config.scales == "dual"
-    ends = reference.quadratic_ends(config.bits, config.bend)
+    group_size = config.group_size
+    groups = tile // group_size
+    merged = merged and config.scales == "dual"
+    bytes_per_group = config.bytes_per_group()
+    if merged:
+        bytes_per_group -= STEP_BYTES
+    groups_used = groups
+    if row:
+        groups_used = groups // row * row
+    far = near = 0.0
+    if config.bend:
+        far_end, near_end = reference.quadratic_ends(config.bits, config.bend)
+        far = 1 / far_end
+        near = 1 / near_end
     return Spec.of(
-        R=R,
-        USED=R // row * row if row else R,
-        G=G,
-        POINT=min(G, device.point),
-        BLOCKS=max(1, G // device.point),
+        R=groups,
+        USED=groups_used,
+        G=group_size,
+        POINT=min(group_size, device.point),
+        BLOCKS=max(1, group_size // device.point),
         FORMAT=config.format,
         INTEGER=not config.is_float,
         BITS=config.bits,
         QMAX=config.qmax,
         PAYLOAD=config.payload_bytes_per_group(),
-        BYTES=config.bytes_per_group() - (STEP_BYTES if merged else 0),
+        BYTES=bytes_per_group,
         DUAL=config.scales == "dual",
         MERGED=merged,
         SIGNED=config.scales == "signed",
         HADAMARD=config.hadamard,
         OUTLIERS=config.outliers,
         BEND=config.bend,
-        FAR=1 / ends[0] if config.bend else 0.0,
-        NEAR=1 / ends[1] if config.bend else 0.0,
+        FAR=far,
+        NEAR=near,
         ROOT=reference.root(config),
         FLOOR=reference.amax_floor(config),
         ROW=row,
-        STRIDE=config.wire_bytes(row * G),
+        STRIDE=config.wire_bytes(row * group_size),
+        # Loads in flight are held in registers.
         UNROLLED=4 if device.small else 8,
         HARDWARE_FP8=device.hardware_fp8,
         CONVERTS_BY_HALF=device.capability == (8, 9),
@@ -124,90 +154,174 @@ def make_spec(
 
 @lru_cache
 def make_flags(strided: bool, tail: bool, stages: int) -> Flags:
-    """Flags of a launch, cached."""
+    """Return the flags of a launch, cached.
+
+    Args:
+        strided: whether the tensor is rows apart (wire.py).
+        tail: whether its last group is not whole.
+        stages: depth of the software pipeline over tiles.
+    """
     return Flags.of(STRIDED=strided, TAIL=tail, STAGES=stages)
 
 
-TUNING = {
-    "encode": Tuning(8192, 4, 4, 2),
-    "decode": Tuning(8192, 4, 3, 3),
-    "decode_sum": Tuning(8192, 4, 2, 2),
-    "decode_sum_encode": Tuning(2048, 2, 1, 0, registers=96),
+EIGHT_BITS = tuple(format for format in FORMATS if format.startswith("fp8") or format == "int8")
+FLOATS = tuple(format for format in FORMATS if format.startswith("fp8"))
+PACKED = ("int6", "int5", "int4")
+HOPPER = ("sm_90",)
+SMALL = ("sm_100", "other")
+"""Architectures where kernels must need little (Device.small): all but sm_90."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a row of TUNING is for."""
+
+    operation: str
+    """``encode``, ``decode``, ``decode_sum`` or ``decode_sum_encode``."""
+    architectures: tuple[str, ...]
+    """HOPPER, which the interpreter has, too; ``sm_100``; or ``other``."""
+    formats: tuple[str, ...] = FORMATS
+    group_sizes: tuple[int, ...] = GROUP_SIZES
+    hadamard: tuple[bool, ...] = (True, False)
+    outliers: tuple[bool, ...] = (True, False)
+
+    def covers(self, operation: str, config: CodecConfig, architecture: str) -> bool:
+        """Return True if this row is for an operation.
+
+        Args:
+            operation: its name.
+            config: of the codec.
+            architecture: what ``architecture_of`` gives.
+        """
+        return (
+            self.operation == operation
+            and architecture in self.architectures
+            and config.format in self.formats
+            and config.group_size in self.group_sizes
+            and config.hadamard in self.hadamard
+            and config.outliers in self.outliers
+        )
+
+
+def architecture_of(device: Device) -> str:
+    """Return a device's name in TUNING."""
+    return {0: "sm_90", 9: "sm_90", 10: "sm_100"}.get(device.capability[0], "other")
+
+
+TUNING: dict[Case, Tuning] = {
+    # sm_90: timed on H200, 64 MiB of bf16 (docs/results/architectures.md). The first row that covers counts.
+    # 96 registers a thread instead of 149, so 5 programs fit.
+    Case("encode", HOPPER, ("int5",), (32,), hadamard=(False,)): Tuning(
+        tile=4096, warps=4, stages=3, programs=5
+    ),
+    Case("encode", HOPPER, PACKED, (32,), hadamard=(False,)): Tuning(
+        tile=4096, warps=4, stages=4, programs=5
+    ),
+    Case("encode", HOPPER, ("int5",)): Tuning(tile=8192, warps=4, stages=3, programs=2),
+    Case("encode", HOPPER): Tuning(tile=8192, warps=4, stages=4, programs=2),
+    Case("decode", HOPPER, outliers=(True,)): Tuning(
+        tile=8192, warps=4, stages=3, programs=3, registers=168
+    ),
+    Case("decode", HOPPER): Tuning(tile=8192, warps=4, stages=3, programs=3),
+    Case("decode_sum", HOPPER, ("int8",)): Tuning(tile=8192, warps=4, stages=1, programs=2),
+    Case("decode_sum", HOPPER): Tuning(tile=8192, warps=4, stages=2, programs=2),
+    Case("decode_sum_encode", HOPPER, EIGHT_BITS, outliers=(True,)): Tuning(
+        tile=4096, warps=4, stages=1, programs=0, registers=80
+    ),
+    Case("decode_sum_encode", HOPPER, EIGHT_BITS): Tuning(
+        tile=2048, warps=2, stages=1, programs=0, registers=80
+    ),
+    Case("decode_sum_encode", HOPPER): Tuning(
+        tile=2048, warps=2, stages=1, programs=0, registers=96
+    ),
+    # All others: compiled for sm_80 to sm_120, not timed. Conservative, so that nothing spills in a loop.
+    # sm_100: half a tile, which the fused kernels have, too, and they decode: see tuning_in.
+    Case("encode", ("sm_100",), ("int5",), (64,)): Tuning(tile=4096, warps=4, stages=3, programs=2),
+    Case("encode", ("sm_100",), PACKED, (64,)): Tuning(tile=4096, warps=4, stages=4, programs=2),
+    # With a tile its words are held, should there be outliers. One stage: what is fetched ahead goes through
+    # shared memory, which Triton leaves unswizzled where it is read in several layouts.
+    Case("encode", SMALL, FLOATS, outliers=(True,)): Tuning(
+        tile=4096, warps=4, stages=1, programs=2
+    ),
+    Case("encode", SMALL, outliers=(True,)): Tuning(
+        tile=4096, warps=4, stages=1, programs=3, registers=168
+    ),
+    Case("encode", SMALL, PACKED, (32,), hadamard=(False,)): Tuning(
+        tile=4096, warps=4, stages=3, programs=5
+    ),
+    Case("encode", SMALL, hadamard=(False,)): Tuning(tile=4096, warps=4, stages=3, programs=2),
+    Case("encode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
+    Case("decode", SMALL, outliers=(True,)): Tuning(
+        tile=8192, warps=4, stages=2, programs=3, registers=168
+    ),
+    Case("decode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
+    Case("decode_sum", SMALL): Tuning(tile=4096, warps=4, stages=2, programs=2),
+    Case("decode_sum_encode", SMALL, group_sizes=(128, 256), outliers=(True,)): Tuning(
+        tile=2048, warps=2, stages=1, programs=0, registers=128
+    ),
+    Case("decode_sum_encode", SMALL, outliers=(True,)): Tuning(
+        tile=2048, warps=4, stages=1, programs=0, registers=96
+    ),
+    Case("decode_sum_encode", SMALL, FLOATS): Tuning(
+        tile=2048, warps=2, stages=1, programs=0, registers=112
+    ),
+    Case("decode_sum_encode", SMALL): Tuning(
+        tile=2048, warps=2, stages=1, programs=0, registers=96
+    ),
 }
+"""How operations are run: the first row that covers one."""
 LEAST_TILE = 2048
 """Values: a product of the tensor cores wants 16 rows of 128, and lists of outliers whole blocks."""
 MOST_RANKS = 16
-"""Of a collective, which has a chunk for each."""
-
-
-def tuning_of(operation: str, config: CodecConfig) -> Tuning:
-    """TUNING with what single configurations need, measured on sm_90."""
-    tuning = TUNING[operation]
-    if operation == "encode" and config.format == "int5":
-        tuning = tuning._replace(stages=3)
-    elif operation == "decode_sum" and config.format == "int8":
-        tuning = tuning._replace(stages=1)
-    elif operation == "decode_sum_encode" and config.bits == 8:
-        tuning = tuning._replace(registers=80)
-    if (
-        operation == "encode"
-        and config.group_size == 32
-        and not config.hadamard
-        and config.bits < 8
-    ):
-        tuning = tuning._replace(tile=4096, programs=5)  # 96 registers instead of 149
-    if config.outliers and operation == "decode" and tuning.programs == 3:
-        tuning = tuning._replace(registers=168)
-    elif config.outliers and operation == "decode_sum_encode" and config.bits == 8:
-        tuning = tuning._replace(tile=4096, warps=4)
-    return tuning
+"""Most ranks of a collective, which has a chunk for each."""
 
 
 def tuning_for(operation: str, config: CodecConfig, device: Device) -> Tuning:
-    """``tuning_of`` on sm_90; elsewhere one conservative table, compiled, not timed."""
-    measured = tuning_of(operation, config)
-    if (
-        device.capability[0] == 10
-        and operation == "encode"
-        and config.bits < 8
-        and config.group_size == 64
-    ):
-        return measured._replace(tile=4096)  # the fused kernels' too, which decode: see tuning_in
-    if not device.small:
-        return measured
-    if operation == "decode_sum":
-        return Tuning(4096, 4, 2, 2)
-    if operation == "decode_sum_encode":
-        if config.outliers:
-            warps, registers = (2, 128) if config.group_size >= 128 else (4, 96)
-            return measured._replace(tile=2048, warps=warps, registers=registers)
-        return measured._replace(registers=112 if config.is_float else 96)
-    if operation == "encode" and config.outliers:
-        # With a tile its words are held, should there be outliers. One stage: what is fetched ahead goes
-        # through shared memory, which Triton leaves unswizzled where it is read in several layouts.
-        return Tuning(4096, 4, 1, 2) if config.is_float else Tuning(4096, 4, 1, 3, 168)
-    if operation == "encode" and not config.hadamard:
-        return Tuning(4096, 4, 3, measured.programs)
-    return Tuning(8192, 4, 2, 3, 168 if config.outliers else None)
+    """Return how an operation is run, by TUNING.
+
+    Args:
+        operation: ``encode``, ``decode``, ``decode_sum`` or ``decode_sum_encode``.
+        config: of the codec; of the senders where the sum is encoded with another.
+        device: that the kernel runs on.
+    """
+    architecture = architecture_of(device)
+    return next(
+        tuning for case, tuning in TUNING.items() if case.covers(operation, config, architecture)
+    )
+
+
+def largest_tile(operation: str, config: CodecConfig) -> int:
+    """Return the values of the largest tile that an operation has on any device."""
+    return max(
+        tuning.tile
+        for case, tuning in TUNING.items()
+        if any(case.covers(operation, config, name) for name in case.architectures)
+    )
 
 
 def tuning_in(
     operation: str, config: CodecConfig, device: Device, groups: int, chunks: int
 ) -> Tuning:
-    """How an operation on ``chunks`` chunks of ``groups`` groups each is run. Many chunks that are shorter
-    than a tile have one of their size (not timed). Those of a collective keep the tile that its fused kernels
-    have: on smaller ones products may sum in another order."""
+    """Return how an operation on chunks is run: by TUNING, with smaller tiles for many short chunks.
+
+    Many chunks that are shorter than a tile, such as tokens, get a tile of their size (not timed). The few
+    chunks of a collective keep the tile that its fused kernels have: on smaller ones products may sum in
+    another order, and a code may be another.
+
+    Args:
+        operation: ``encode``, ``decode`` or ``decode_sum``.
+        config: of the codec.
+        device: that the kernel runs on.
+        groups: of each chunk.
+        chunks: how many there are.
+    """
     tuning = tuning_for(operation, config, device)
     tile = max(LEAST_TILE, triton.next_power_of_2(groups * config.group_size))
     if chunks > MOST_RANKS and tile < tuning.tile:
         programs = min(4, tuning.programs * tuning.tile // tile)
         tuning = tuning._replace(tile=tile, programs=programs, registers=None)
-    if (
-        device.capability[0] == 10
-        and operation != "encode"
-        and tuning.tile == 128 * config.group_size
-    ):
-        tuning = tuning._replace(
-            tile=tuning.tile // 2
-        )  # Triton 3.6 fails on 4 to 6 bits in 128 rows
+    # Triton 3.6 fails to compile the decoding of 4 to 6 bits in 128 rows for sm_100.
+    in_128_rows = tuning.tile == 128 * config.group_size
+    if architecture_of(device) == "sm_100" and operation != "encode" and in_128_rows:
+        tuning = tuning._replace(tile=tuning.tile // 2)
     return tuning

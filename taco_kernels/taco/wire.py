@@ -1,7 +1,16 @@
 """Device functions between a tensor, the Hadamard domain and a wire; reference.py defines them.
 
-``rows`` is (run, inner, stride_outer, stride_inner). A tensor is contiguous, or (FLAGS.STRIDED) rows of
-``run`` groups, each contiguous, row r at ``(r // inner) * stride_outer + (r % inner) * stride_inner``; see
+A tile is R groups of G values, and goes these steps::
+
+    encode   x --load_tile--> [R, G] --rotate (outlier_kernels)--> h --encode_groups--> scales, codes
+    decode   codes, scales --decode_groups--> fp32[R, G] --store_tile--> x
+    sums     codes, scales of W senders --sum_senders--> h, in the Hadamard domain
+
+Names: ``C`` is a spec.Spec and ``FLAGS`` a spec.Flags. ``first`` is the tile's first group, int32; ``groups``
+the number of groups of the chunk that ``wire`` points to (with C.ROW of all chunks up to the tile's last).
+
+``rows`` is (run, inner, stride_outer, stride_inner). A tensor is contiguous, or (FLAGS.STRIDED) rows of ``run``
+groups, each contiguous, row r at ``(r // inner) * stride_outer + (r % inner) * stride_inner``; see
 launch.rows_of.
 """
 
@@ -14,55 +23,83 @@ from taco_kernels.common.packing import (
     across_chunks,
     add_products,
     after_plane,
+    code_under,
     code_values,
+    halves_offset,
     load_code_words,
     load_codes,
     load_halves,
     load_singles,
     magic_bits,
-    number,
-    offset,
     store_groups,
     store_integers,
 )
 from taco_kernels.taco import reference
 
+# A tile of the tensor
+
 
 @triton.jit
 def tile_pointers(x, first, rows, FLAGS: tl.constexpr, C: tl.constexpr):
-    """Pointers [R, G] to groups first, first + 1, ..."""
+    """Pointers [R, G] to the values of a tile.
+
+    Args:
+        x: pointer to the tensor.
+        first: the tile's first group.
+        rows: how a strided tensor lies in memory.
+        FLAGS: of the launch.
+        C: constants of the tile.
+    """
     column = tl.arange(0, C.G)[None, :]
     if FLAGS.STRIDED:
         run, inner, stride_outer, stride_inner = rows
         group = first + tl.arange(0, C.R)
         row = group // run
-        start = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(
-            tl.int64
-        ) * stride_inner
-        at = x + (start + (group % run).to(tl.int64) * C.G)[:, None] + column
+        # In 64 bits: a row by itself may have 2^31 values and more.
+        outer_start = (row // inner).to(tl.int64) * stride_outer
+        start = outer_start + (row % inner).to(tl.int64) * stride_inner
+        pointers = x + (start + (group % run).to(tl.int64) * C.G)[:, None] + column
     else:
-        at = x + first.to(tl.int64) * C.G + (tl.arange(0, C.R) * C.G)[:, None] + column
-    return at
+        # 64 bits once a tile, 32 inside it.
+        pointers = x + first.to(tl.int64) * C.G + (tl.arange(0, C.R) * C.G)[:, None] + column
+    return pointers
 
 
 @triton.jit
 def tile_mask(first, numel, FLAGS: tl.constexpr, C: tl.constexpr):
-    """Which of groups first... lie inside: [R, 1], or [R, G] where the last group is not whole (TAIL)."""
-    left = numel - first.to(tl.int64) * C.G
+    """Mask of the values of a tile that lie inside the tensor.
+
+    [R, 1], or [R, G] where the last group is not whole (FLAGS.TAIL).
+
+    Args:
+        first: the tile's first group.
+        numel: values of the tensor.
+        FLAGS: of the launch.
+        C: constants of the tile.
+    """
+    remaining = numel - first.to(tl.int64) * C.G
     before = (tl.arange(0, C.R) * C.G)[:, None]
-    if (
-        FLAGS.TAIL
-    ):  # 32 bits and few places of values: the compiler keeps them in registers through the loop
-        left = tl.maximum(tl.minimum(left, C.R * C.G), 0).to(tl.int32)
-        mask = tl.arange(0, C.G)[None, :] < left - before
+    if FLAGS.TAIL:
+        # In 32 bits and from few indices: the compiler keeps them in registers through the loop.
+        remaining = tl.maximum(tl.minimum(remaining, C.R * C.G), 0).to(tl.int32)
+        mask = tl.arange(0, C.G)[None, :] < remaining - before
     else:
-        mask = before < left
+        mask = before < remaining
     return mask
 
 
 @triton.jit
 def load_tile(x, first, numel, rows, FLAGS: tl.constexpr, C: tl.constexpr):
-    """[R, G] groups first..., zeros beyond numel."""
+    """[R, G] values of a tile in x's type, zeros beyond numel.
+
+    Args:
+        x: pointer to the tensor.
+        first: the tile's first group.
+        numel: values of the tensor.
+        rows: how a strided tensor lies in memory.
+        FLAGS: of the launch.
+        C: constants of the tile.
+    """
     return tl.load(
         tile_pointers(x, first, rows, FLAGS, C), mask=tile_mask(first, numel, FLAGS, C), other=0.0
     )
@@ -70,10 +107,22 @@ def load_tile(x, first, numel, rows, FLAGS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def store_tile(x, value, first, numel, rows, FLAGS: tl.constexpr, C: tl.constexpr):
-    """Store [R, G] in x's type; nothing beyond numel."""
-    at = tile_pointers(x, first, rows, FLAGS, C)
-    tl.store(at, value.to(x.dtype.element_ty), mask=tile_mask(first, numel, FLAGS, C))
+    """Store values of a tile in x's type; nothing beyond numel.
 
+    Args:
+        x: pointer to the tensor.
+        value: fp32[R, G].
+        first: the tile's first group.
+        numel: values of the tensor.
+        rows: how a strided tensor lies in memory.
+        FLAGS: of the launch.
+        C: constants of the tile.
+    """
+    pointers = tile_pointers(x, first, rows, FLAGS, C)
+    tl.store(pointers, value.to(x.dtype.element_ty), mask=tile_mask(first, numel, FLAGS, C))
+
+
+# The quadratic grid (reference.py)
 
 SIXTEENTHS = tl.constexpr(reference.SIXTEENTHS)
 ONES = tl.constexpr(2.0**23)  # fp32 with this much added is an integer
@@ -81,78 +130,137 @@ ONES = tl.constexpr(2.0**23)  # fp32 with this much added is an integer
 
 @triton.jit
 def quadratic_value_of(u, UNIT: tl.constexpr, C: tl.constexpr):
-    """UNIT^2 times the values of codes, from u, UNIT times those: exact, in fp16 where UNIT is 1."""
+    """UNIT^2 times the values of codes, exact, in fp16 where UNIT is 1.
+
+    Args:
+        u: codes times UNIT.
+        UNIT: 1.0 or 256.0.
+        C: constants of the tile.
+    """
     return u * (tl.abs(u) + UNIT * (2 * C.BEND + 1))
 
 
 @triton.jit
 def quadratic_codes(h, inverse, C: tl.constexpr):
-    """int32[R, G]: codes of h[R, G] * inverse[R] plus 2^(BITS - 1), in the lowest bits. See fixed_point."""
+    """int32[R, G]: codes of h * inverse plus 2^(BITS - 1), in the lowest bits. See packing.fixed_point.
+
+    Args:
+        h: fp32[R, G].
+        inverse: fp32[R], reciprocals of the groups' steps.
+        C: constants of the tile.
+    """
     v = h * inverse[:, None]
+    # |v| + a (a + 1) to the nearest sixteenth, and 1/32 more: the argument is no square.
     x = tl.abs(v) + (SIXTEENTHS + C.BEND * (C.BEND + 1))
     x = x - (SIXTEENTHS - 1.0 / 32)
-    n = tl.sqrt(x) + (ONES - 0.5)  # the approximate root; rounds down, as no root is an integer
-    u = n - (ONES + C.BEND)
-    u = (u.to(tl.int32, bitcast=True) | (v.to(tl.int32, bitcast=True) & -0x80000000)).to(
-        tl.float32, bitcast=True
-    )
+    # The root may be approximate. It is rounded down, as no root is an integer.
+    n = tl.sqrt(x) + (ONES - 0.5)
+    magnitude = n - (ONES + C.BEND)
+    sign_bit = v.to(tl.int32, bitcast=True) & -0x80000000
+    u = (magnitude.to(tl.int32, bitcast=True) | sign_bit).to(tl.float32, bitcast=True)
     return (u + (MAGIC + 2 ** (C.BITS - 1))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def add_quadratic_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
-    """unpacking.add_products of this grid. Every second value is 256^2 times too large in its place."""
+    """packing.add_products of this grid. Every second value is 256^2 times too large where it lies.
+
+    Args:
+        t0, t1, t2, t3: fp32[R, G / 4], sums so far of every fourth element.
+        words: int32[R, G / 4], what ``load_code_words`` gives.
+        step: fp32[R], steps of the groups.
+        magic: what ``magic_bits`` gives.
+        C: constants of the tile.
+    """
     step = tl.broadcast_to(step[:, None], [C.R, C.G // 4])
     small = step * (1.0 / 65536.0)
-    t0 = tl.fma(quadratic_value_of(number(words, magic, 0xFF, 1.0, C), 1.0, C), step, t0)
-    t1 = tl.fma(quadratic_value_of(number(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t1)
+    t0 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF, 1.0, C), 1.0, C), step, t0)
+    t1 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t1)
     words = words >> 16
-    t2 = tl.fma(quadratic_value_of(number(words, magic, 0xFF, 1.0, C), 1.0, C), step, t2)
-    t3 = tl.fma(quadratic_value_of(number(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t3)
+    t2 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF, 1.0, C), 1.0, C), step, t2)
+    t3 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t3)
     return t0, t1, t2, t3
+
+
+# Scales on the wire
 
 
 @triton.jit
 def dual_step(s, alpha, C: tl.constexpr):
-    """What codes are multiplied with, of a group's dual scales."""
+    """fp32 factor of a group's codes, s / (sqrt(G) alpha).
+
+    Args:
+        s: fp32, step of the scaled group.
+        alpha: fp32, its adaptive scale.
+        C: constants of the tile.
+    """
     return tl.div_rn(s * (1.0 / C.ROOT), alpha)
 
 
 @triton.jit
-def scale_places(row, first, groups, SIZE: tl.constexpr, C: tl.constexpr):
-    """Places [R] of the scales, of SIZE bytes each, of groups ``row``; the distance to the second ones."""
+def scale_offsets(row, first, groups, SIZE: tl.constexpr, C: tl.constexpr):
+    """Offsets [R] of the scales of groups ``row``, in scales; and the distance from s to alpha.
+
+    Args:
+        row: int32[R], numbers of the groups.
+        first: the tile's first group.
+        groups: of the chunk.
+        SIZE: bytes a scale.
+        C: constants of the tile.
+    """
     if C.ROW:
-        place, distance = across_chunks(first, 1, SIZE, C), C.ROW
+        offset = across_chunks(first, 1, SIZE, C)
+        distance = C.ROW
     else:
-        place, distance = row, groups
-    return place, distance
+        offset = row
+        distance = groups
+    return offset, distance
 
 
 @triton.jit
 def load_step(wire, first, groups, C: tl.constexpr):
-    """fp32[R] steps of groups first..., 0 beyond the last."""
+    """fp32[R] steps of a tile's groups, 0 beyond the last.
+
+    Args:
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     row = first + tl.arange(0, C.R)
     scales = after_plane(wire, C.PAYLOAD, groups, C)
     if C.DUAL:
-        place, distance = scale_places(row, first, groups, 4, C)
-        at = scales.to(tl.pointer_type(tl.float32)) + place
-        step = tl.load(at, mask=row < groups, other=0.0)
+        offset, distance = scale_offsets(row, first, groups, 4, C)
+        pointers = scales.to(tl.pointer_type(tl.float32)) + offset
+        step = tl.load(pointers, mask=row < groups, other=0.0)
         if not C.MERGED:
-            step = dual_step(step, tl.load(at + distance, mask=row < groups, other=1.0), C)
+            alpha = tl.load(pointers + distance, mask=row < groups, other=1.0)
+            step = dual_step(step, alpha, C)
     else:
-        place, _ = scale_places(row, first, groups, 2, C)
+        offset, _ = scale_offsets(row, first, groups, 2, C)
         s = scales.to(tl.pointer_type(tl.bfloat16))
-        step = tl.load(s + place, mask=row < groups, other=0.0).to(tl.float32)
+        step = tl.load(s + offset, mask=row < groups, other=0.0).to(tl.float32)
     return step
+
+
+# Decoding
 
 
 @triton.jit
 def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
-    """fp32[R, G]: groups first... of the chunk at wire, out of the Hadamard domain."""
+    """fp32[R, G]: values of a tile's groups, out of the Hadamard domain.
+
+    Args:
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        matrix: fp16[POINT, POINT] of hadamard.sylvester, of ones.
+        C: constants of the tile.
+    """
     step = load_step(wire, first, groups, C)
     if C.INTEGER and not C.INTERPRET:
         q = load_halves(wire, first, groups, C)
-        OFFSET: tl.constexpr = offset(C.BITS, C.BEND)
+        OFFSET: tl.constexpr = halves_offset(C.BITS, C.BEND)
     else:
         q = code_values(load_codes(wire, first, groups, C), tl.float16, C)
         if C.BEND > 0:
@@ -161,6 +269,7 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
     if C.HADAMARD:
         h = transform(shuffle(q, C), matrix, C)
         if OFFSET != 0:
+            # The transform of a constant is all in its first element.
             h = tl.where(tl.arange(0, C.G)[None, :] == 0, h - OFFSET * C.G, h)
         h = unshuffle(h * step[:, None], C)
     else:
@@ -171,10 +280,23 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
 
 @triton.jit
 def decode_two(wires, wire_stride, first, groups, matrix, C: tl.constexpr):
-    """fp32[R, G]: the sum of two senders' groups. The transform of codes is one product each, and exact; that
-    of a sum in fp32 is three."""
-    one = decode_groups(wires, first, groups, matrix, C)
-    return one + decode_groups(wires + wire_stride, first, groups, matrix, C)
+    """fp32[R, G]: the sum of two senders' groups.
+
+    The transform of codes is one product each, and exact; that of a sum in fp32 is three.
+
+    Args:
+        wires: pointer to the first sender's wire.
+        wire_stride: bytes to the second one's.
+        first: the tile's first group.
+        groups: of the wire.
+        matrix: as of ``decode_groups``.
+        C: constants of the tile.
+    """
+    value = decode_groups(wires, first, groups, matrix, C)
+    return value + decode_groups(wires + wire_stride, first, groups, matrix, C)
+
+
+# Encoding
 
 
 @triton.jit
@@ -192,35 +314,45 @@ def sum_of_squares(h, C: tl.constexpr):
 
 @triton.jit
 def extremes(h, C: tl.constexpr):
-    """fp32[R] each of h[R, G]: the largest of h and of -h (of signed scales alone), and of |h|.
+    """The largest of h, of -h and of |h| over the columns of h[R, G], fp32[R] each.
 
-    The last is not below infinity where a number is not finite: the transform spreads a NaN over its group,
+    The first two are those only with signed scales; else they are the third.
+
+    The third is not below infinity where a number is not finite: the transform spreads a NaN over its group,
     where a maximum cannot miss it; without it, NaN counts as infinity.
     """
     if C.SIGNED:
         up = h
         if not C.HADAMARD:
             up = tl.where(h == h, h, float("inf"))
-        high, low = tl.max(up, axis=1), -tl.min(h, axis=1)
+        high = tl.max(up, axis=1)
+        low = -tl.min(h, axis=1)
         amax = tl.maximum(high, low)
     else:
         magnitude = tl.abs(h)
         if not C.HADAMARD:
             magnitude = tl.where(h == h, magnitude, float("inf"))
         amax = tl.max(magnitude, axis=1)
-        high, low = amax, amax
+        high = amax
+        low = amax
     return high, low, amax
 
 
 @triton.jit
 def store_padding(wire, first, groups, C: tl.constexpr):
-    """Zeros up to the next multiple of 16 bytes, after the chunks whose first group is in the tile."""
+    """Store zeros up to the next multiple of 16 bytes, after the chunks whose first group is in the tile.
+
+    Args:
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     if C.ROW:
         USED: tl.constexpr = C.BYTES * C.ROW
         if USED % 16 != 0:
-            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[
-                :, None
-            ]  # some are after the tile's
+            # R numbers of chunks, of which some lie after the tile's.
+            chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[:, None]
             pad = USED + tl.arange(0, 16)[None, :]
             mask = (pad < (USED + 15) // 16 * 16) & (chunk * C.ROW < groups)
             tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R, 16], tl.uint8), mask=mask)
@@ -233,48 +365,31 @@ def store_padding(wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def encode_groups(h, wire, first, groups, C: tl.constexpr):
-    """Write h fp32[R, G] as groups first... of the chunk at wire."""
+    """Write a tile's groups, in the codes' domain, to the chunk at ``wire``.
+
+    A group is written in this order, each step for all R groups at once::
+
+        1. extremes    amax = max|h|, with signed scales also of either side of zero
+        2. bad, zero   groups that are not finite, and those of zeros: their scale is NaN, or 0
+        3. scales      store step, or s and alpha; inverse = 1 / step, 0 for bad groups
+        4. padding     zeros behind the chunk, by the tile that has its first group
+        5. codes       round(h * inverse), packed into planes
+
+    Args:
+        h: fp32[R, G].
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
     high, low, amax = extremes(h, C)
-    bad = (amax < float("inf")) == 0
+    bad = (amax < float("inf")) == 0  # also where amax is NaN
     zero = amax == 0.0
     amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
-    qmax = tl.full([C.R], C.QMAX, tl.float32)
-    row = first + tl.arange(0, C.R)
-    scales = after_plane(wire, C.PAYLOAD, groups, C)
     if C.DUAL:
-        inverse = tl.div_rn(qmax, amax)
-        mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
-        if not C.HADAMARD:
-            mean_square = mean_square * (1.0 / C.G)
-        alpha = tl.div_rn(qmax, tl.sqrt_rn(mean_square + 1e-6))
-        alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
-        s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
-        s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
-        place, distance = scale_places(row, first, groups, 4, C)
-        at = scales.to(tl.pointer_type(tl.float32)) + place
-        if C.MERGED:
-            tl.store(at, dual_step(s, alpha, C), mask=row < groups)
-        else:
-            tl.store(at, s, mask=row < groups)
-            tl.store(at + distance, alpha, mask=row < groups)
+        inverse = store_dual_scales(h, amax, bad, zero, wire, first, groups, C)
     else:
-        if C.BEND > 0:
-            near = tl.where(bad, 0.0, tl.minimum(high, low))
-            step = tl.maximum(amax * C.FAR, near * C.NEAR)
-        elif C.SIGNED:
-            near = tl.div_rn(tl.where(bad, 0.0, tl.minimum(high, low)), qmax)
-            step = tl.maximum(amax * 2.0 ** (1 - C.BITS), near)
-        else:
-            step = tl.div_rn(amax, qmax)
-        ROUNDING: tl.constexpr = 0x8000 if C.BEND > 0 else 0xFFFF  # to the nearest bf16, or up
-        step = ((step.to(tl.int32, bitcast=True) + ROUNDING) & -65536).to(tl.float32, bitcast=True)
-        if C.SIGNED:
-            step = tl.where(high > low, -step, step)
-        inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
-        step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
-        place, _ = scale_places(row, first, groups, 2, C)
-        at = scales.to(tl.pointer_type(tl.bfloat16)) + place
-        tl.store(at, step.to(tl.bfloat16), mask=row < groups)
+        inverse = store_single_scale(high, low, amax, bad, zero, wire, first, groups, C)
     store_padding(wire, first, groups, C)
     inverse = tl.where(bad, 0.0, inverse)
     if C.BEND > 0:
@@ -284,8 +399,93 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
 
 
 @triton.jit
+def store_dual_scales(h, amax, bad, zero, wire, first, groups, C: tl.constexpr):
+    """Store s and alpha, or (C.MERGED) the step that they make; return fp32[R] reciprocals of the steps.
+
+    Args:
+        h: fp32[R, G], the groups.
+        amax: fp32[R], their largest magnitudes, at least C.FLOOR.
+        bad: bool[R], which groups are not finite.
+        zero: bool[R], which groups are zeros.
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
+    row = first + tl.arange(0, C.R)
+    inverse = tl.div_rn(tl.full([C.R], C.QMAX, tl.float32), amax)
+    mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
+    if not C.HADAMARD:
+        mean_square = mean_square * (1.0 / C.G)
+    # alpha and s as TACO has them (arXiv 2604.24088); reference.py says why codes do not depend on them.
+    alpha = tl.div_rn(tl.full([C.R], C.QMAX, tl.float32), tl.sqrt_rn(mean_square + 1e-6))
+    alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
+    s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
+    s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
+    offset, distance = scale_offsets(row, first, groups, 4, C)
+    pointers = after_plane(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(tl.float32)) + offset
+    if C.MERGED:
+        tl.store(pointers, dual_step(s, alpha, C), mask=row < groups)
+    else:
+        tl.store(pointers, s, mask=row < groups)
+        tl.store(pointers + distance, alpha, mask=row < groups)
+    return inverse
+
+
+@triton.jit
+def store_single_scale(high, low, amax, bad, zero, wire, first, groups, C: tl.constexpr):
+    """Store the bf16 step of single and signed scales; return fp32[R] reciprocals of the steps.
+
+    Args:
+        high: fp32[R], the largest value of each group.
+        low: fp32[R], the largest negated value.
+        amax: fp32[R], the largest magnitude, at least C.FLOOR.
+        bad: bool[R], which groups are not finite.
+        zero: bool[R], which groups are zeros.
+        wire: pointer to the chunk.
+        first: the tile's first group.
+        groups: of the chunk.
+        C: constants of the tile.
+    """
+    row = first + tl.arange(0, C.R)
+    qmax = tl.full([C.R], C.QMAX, tl.float32)
+    if C.BEND > 0:
+        near = tl.where(bad, 0.0, tl.minimum(high, low))
+        step = tl.maximum(amax * C.FAR, near * C.NEAR)
+    elif C.SIGNED:
+        near = tl.div_rn(tl.where(bad, 0.0, tl.minimum(high, low)), qmax)
+        step = tl.maximum(amax * 2.0 ** (1 - C.BITS), near)
+    else:
+        step = tl.div_rn(amax, qmax)
+    # To the nearest bf16 on the quadratic grid, whose cells have room for that; else up.
+    ROUNDING: tl.constexpr = 0x8000 if C.BEND > 0 else 0xFFFF
+    step = ((step.to(tl.int32, bitcast=True) + ROUNDING) & -65536).to(tl.float32, bitcast=True)
+    if C.SIGNED:
+        step = tl.where(high > low, -step, step)
+    inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
+    step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
+    offset, _ = scale_offsets(row, first, groups, 2, C)
+    pointers = after_plane(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(tl.bfloat16)) + offset
+    tl.store(pointers, step.to(tl.bfloat16), mask=row < groups)
+    return inverse
+
+
+# Sums of senders, without leaving the Hadamard domain
+
+
+@triton.jit
 def add_sender(total, wires, sender, wire_stride, first, groups, C: tl.constexpr):
-    """total + q * step of one sender, one rounding; fp32[R, G]."""
+    """fp32[R, G]: total + q * step of one sender, one rounding.
+
+    Args:
+        total: fp32[R, G], sum of the senders before.
+        wires: pointer to the first sender's wire.
+        sender: int64, its number.
+        wire_stride: bytes from one sender's wire to the next.
+        first: the tile's first group.
+        groups: of a wire.
+        C: constants of the tile.
+    """
     wire = wires + sender * wire_stride
     if C.INTEGER:
         q = load_singles(wire, first, groups, C)
@@ -299,10 +499,22 @@ def add_sender(total, wires, sender, wire_stride, first, groups, C: tl.constexpr
 
 @triton.jit
 def add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C: tl.constexpr):
-    """add_sender in an integer format, for t, the sums of every fourth element: four fp32[R, G / 4]."""
+    """add_sender in an integer format, on words of four codes.
+
+    Args:
+        t: four fp32[R, G / 4], sums so far of every fourth element.
+        wires: pointer to the first sender's wire.
+        sender: int64, its number.
+        wire_stride: bytes from one sender's wire to the next.
+        first: the tile's first group.
+        groups: of a wire.
+        magic: what ``magic_bits`` gives.
+        C: constants of the tile.
+    """
     t0, t1, t2, t3 = t
     wire = wires + sender * wire_stride
-    words, step = load_code_words(wire, first, groups, C), load_step(wire, first, groups, C)
+    words = load_code_words(wire, first, groups, C)
+    step = load_step(wire, first, groups, C)
     if C.BEND > 0:
         t = add_quadratic_products(t0, t1, t2, t3, words, step, magic, C)
     else:
@@ -312,12 +524,23 @@ def add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C: tl.
 
 @triton.jit
 def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
-    """fp32[R, G], summed in the order of the senders."""
+    """fp32[R, G]: the sum of q * step over the senders, in their order.
+
+    Up to C.UNROLLED senders the loop is unrolled, so that the senders' loads are in flight together.
+
+    Args:
+        wires: pointer to the first sender's wire.
+        wire_stride: bytes from one sender's wire to the next.
+        first: the tile's first group.
+        groups: of a wire.
+        W: senders.
+        C: constants of the tile.
+    """
     if C.INTEGER:
         zero = tl.zeros([C.R, C.G // 4], tl.float32)
         t = (zero, zero, zero, zero)
         magic = magic_bits(groups)
-        if W <= C.UNROLLED:  # unrolled, so that the senders' loads are in flight together
+        if W <= C.UNROLLED:
             for w in tl.static_range(0, W):
                 sender = tl.full((), w, tl.int64)
                 t = add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C)

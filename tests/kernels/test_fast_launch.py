@@ -44,7 +44,7 @@ def compare(calls, records: list[Record]) -> None:
     expected = []
     for call in calls:
         records.clear()
-        with mock.patch.object(fast_launch, "_plain", True):
+        with mock.patch.object(fast_launch, "_always_triton", True):
             call()
         assert records and all(record.hooks != FAST for record in records)
         expected.append(list(records))
