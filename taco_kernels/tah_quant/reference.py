@@ -49,9 +49,15 @@ from taco_kernels.common import aligned, ceil_div, check_choice, check_tensor
 from taco_kernels.common.reference import hadamard, pack, unpack
 
 ALLOCATIONS = ("token", "tile")
+"""Units of width; see TahConfig.allocation."""
 SEGMENT = 256
 """Tiles among which ``allocation='tile'`` chooses."""
 TILE_SIZES = (32, 64, 128)
+"""Channels that can share a scale."""
+LARGEST_SUM = 2.0**100
+"""Tiles whose magnitudes add up to this or more count as not finite: their transform might overflow."""
+SMALLEST_SUM = 2.0**-100
+"""Units whose magnitudes add up to this or less have no entropy: kernels cannot tell them from zeros."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,8 @@ class TahConfig:
         check_choice("allocation", self.allocation, ALLOCATIONS)
         if not 2 <= self.low_bits <= self.high_bits <= 4:
             raise ValueError(
-                f"low_bits={self.low_bits} and high_bits={self.high_bits} must lie between 2 and 4, the low "
-                "ones not above the high ones"
+                f"low_bits={self.low_bits} and high_bits={self.high_bits} must lie between 2 and 4, "
+                "the low ones not above the high ones"
             )
         if not 0 <= self.high_ratio <= 1:
             raise ValueError(f"high_ratio={self.high_ratio} must lie between 0 and 1")
@@ -91,37 +97,38 @@ class TahConfig:
         return 2**self.high_bits - 1
 
     def high_of(self, units: int) -> int:
-        """High units among ``units``."""
+        """Return how many of ``units`` units are high."""
+        # 0.8 * 5 in floats may be a last bit below 4.
         return math.floor(self.high_ratio * units + 1e-9)
-
-
-LARGEST_SUM = 2.0**100
-"""Tiles whose magnitudes add up to this or more count as not finite: their transform might overflow."""
-
-SMALLEST_SUM = 2.0**-100
-"""Units whose magnitudes add up to this or less have no entropy: kernels cannot tell them from zeros."""
 
 
 @dataclass(frozen=True)
 class TahLayout:
-    """Counts and places for one shape, made by ``layout_of``; see the module's text."""
+    """Counts and offsets for one shape, made by ``layout_of``; see the module's text."""
 
     config: TahConfig
     shape: tuple[int, ...]
+    """Of the tensor."""
     channels: int
     """Values of a row."""
     numel: int
+    """Values of the tensor."""
     rows: int
     """Tokens of all samples."""
     tiles_per_row: int
+    """Tiles of a row, the last one padded."""
     tiles: int
+    """Tiles of the tensor."""
     by_token: bool
     """Whether units are tokens."""
     tiles_per_unit: int
+    """Tiles of a unit: those of a row, or 1."""
     units: int
+    """Units of the tensor."""
     population: int
     """Units of a population: a sample's tokens, or a segment's tiles; the last segment may have fewer."""
     populations: int
+    """Populations of the tensor: samples, or segments."""
     high_units: int
     """High units of a whole population."""
     last_high_units: int
@@ -135,55 +142,92 @@ class TahLayout:
     sections: dict[str, tuple[int, int]]
     """First byte of each section in the order of the wire, and its bytes without padding."""
     wire_bytes: int
+    """Exact bytes of the wire."""
 
 
 @lru_cache(maxsize=256)
 def layout_of(config: TahConfig, shape: tuple[int, ...]) -> TahLayout:
-    """The layout of a tensor of ``shape``, cached."""
-    size, by_token = config.tile_size, config.allocation == "token"
-    channels, numel = shape[-1] if shape else 1, math.prod(shape)
-    rows, per_row = numel // channels if numel else 0, ceil_div(channels, size)
+    """Return the layout of a tensor of ``shape``, cached."""
+    size = config.tile_size
+    numel = math.prod(shape)
+    channels = shape[-1] if shape else 1
+    rows = 0
+    if numel:
+        rows = numel // channels
+    per_row = ceil_div(channels, size)
     tiles = rows * per_row
-    units, per_unit = (rows, per_row) if by_token else (tiles, 1)
-    samples = shape[-2] if len(shape) >= 3 else 1
-    population = rows // samples if by_token and rows else SEGMENT
+
+    by_token = config.allocation == "token"
+    population = SEGMENT
+    if by_token:
+        units = rows
+        tiles_per_unit = per_row
+        samples = shape[-2] if len(shape) >= 3 else 1
+        if rows:
+            population = rows // samples
+    else:
+        units = tiles
+        tiles_per_unit = 1
     populations = ceil_div(units, population)
-    whole = max(populations - 1, 0)
-    high, last_high = config.high_of(population), config.high_of(units - whole * population)
-    high_tiles = (whole * high + last_high) * per_unit
+    full_populations = max(populations - 1, 0)
+    high = config.high_of(population)
+    last_high = config.high_of(units - full_populations * population)
+    high_tiles = (full_populations * high + last_high) * tiles_per_unit
     words = ceil_div(population, 32)
+
     planes = tuple(width for width in (4, 2, 1) if config.low_bits & width)
     sizes = {f"base{i}": tiles * size * bits // 8 for i, bits in enumerate(planes)}
-    sizes |= {
-        "extra": high_tiles * size * config.extra_bits // 8,
-        "scales": 4 * tiles,
-        "pivots": tiles,
-    }
-    sizes["widths"] = 4 * words * populations if config.extra_bits else 0
-    sections, end = {}, 0
-    for name, bytes in sizes.items():
-        sections[name] = end, bytes
-        end += aligned(bytes)
+    sizes["extra"] = high_tiles * size * config.extra_bits // 8
+    sizes["scales"] = 4 * tiles
+    sizes["pivots"] = tiles
+    sizes["widths"] = 0
+    if config.extra_bits:
+        sizes["widths"] = 4 * words * populations
+    sections = {}
+    end = 0
+    for name, section_bytes in sizes.items():
+        sections[name] = (end, section_bytes)
+        end += aligned(section_bytes)
     return TahLayout(
-        config, tuple(shape), channels, numel, rows, per_row, tiles, by_token, per_unit, units, population,
-        populations, high, last_high, high_tiles, words, planes, sections, end,
-    )  # fmt: skip
+        config=config,
+        shape=tuple(shape),
+        channels=channels,
+        numel=numel,
+        rows=rows,
+        tiles_per_row=per_row,
+        tiles=tiles,
+        by_token=by_token,
+        tiles_per_unit=tiles_per_unit,
+        units=units,
+        population=population,
+        populations=populations,
+        high_units=high,
+        last_high_units=last_high,
+        high_tiles=high_tiles,
+        words=words,
+        base_planes=planes,
+        sections=sections,
+        wire_bytes=end,
+    )
 
 
 def to_tiles(x: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """fp32[tiles, tile_size] of x, rows padded with zeros."""
+    """Return fp32[tiles, tile_size] of x, rows padded with zeros."""
     rows = x.reshape(layout.rows, layout.channels).float()
     missing = layout.tiles_per_row * layout.config.tile_size - layout.channels
     return torch.nn.functional.pad(rows, (0, missing)).reshape(-1, layout.config.tile_size)
 
 
 def bring_forward(x: torch.Tensor, pivot: torch.Tensor) -> torch.Tensor:
-    """Element i ^ pivot of each row of x [tiles, T] as its element i, pivot int64[tiles]; its own inverse."""
+    """Return each row of x [tiles, T] with element i ^ pivot as its element i.
+
+    ``pivot`` is int64[tiles]. A second call undoes the first.
+    """
     return x.gather(1, torch.arange(x.shape[1], device=x.device) ^ pivot[:, None])
 
 
 def round_down_fp16(x: torch.Tensor) -> torch.Tensor:
-    """Largest fp16 that is not above x (fp32); minus infinity below the range."""
+    """Return the largest fp16 that is not above x (fp32); minus infinity below the range."""
     half = x.half()
     bits = half.view(torch.int16)
     below = torch.where(bits > 0, bits - 1, torch.where(bits == 0, -32767, bits + 1)).to(
@@ -193,7 +237,7 @@ def round_down_fp16(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_up_fp16(x: torch.Tensor) -> torch.Tensor:
-    """Smallest fp16 that is not below x (fp32, not negative); infinity above the range."""
+    """Return the smallest fp16 that is not below x (fp32, not negative); infinity above the range."""
     half = x.half()
     return (half.view(torch.int16) + (half.float() < x).to(torch.int16)).view(torch.float16)
 
@@ -201,7 +245,15 @@ def round_up_fp16(x: torch.Tensor) -> torch.Tensor:
 def transform_tiles(
     x: torch.Tensor, fits: torch.Tensor, config: TahConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pivot and Hadamard transform where they apply: y fp32[tiles, T], and the tiles' bytes of pivots."""
+    """Return y, the tiles with pivot and Hadamard transform where they apply, and the bytes of pivots.
+
+    y is fp32[tiles, T], the pivots uint8[tiles].
+
+    Args:
+        x: fp32[tiles, T].
+        fits: bool[tiles], which tiles are finite (LARGEST_SUM).
+        config: of the codec.
+    """
     magnitude = x.abs()
     largest, pivot = magnitude.max(dim=1)
     second = magnitude.scatter(1, pivot[:, None], 0.0).amax(dim=1)
@@ -212,16 +264,25 @@ def transform_tiles(
 
 
 def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """fp32[units]: bits by which a unit's magnitudes are spread, 0 where they are zeros or not finite, of
-    each tile's sum of |x| and of |x| log2|x|, fp32[tiles]."""
-    total, weighted = (sums.view(layout.units, -1).sum(dim=1) for sums in (total, weighted))
+    """Return fp32[units]: bits by which a unit's magnitudes are spread; 0 where they are zeros or not finite.
+
+    Args:
+        total: fp32[tiles], each tile's sum of |x|.
+        weighted: fp32[tiles], each tile's sum of |x| log2|x|.
+        layout: of the tensor.
+    """
+    total = total.view(layout.units, -1).sum(dim=1)
+    weighted = weighted.view(layout.units, -1).sum(dim=1)
     meaningful = (total > SMALLEST_SUM) & (total < LARGEST_SUM)
     divisor = torch.where(meaningful, total, 1.0)
     return torch.where(meaningful, divisor.log2() - weighted / divisor, 0.0)
 
 
 def choose_high(entropies: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """bool[populations, population]: the units of the largest entropy, of equal ones the first."""
+    """Return bool[populations, population]: the units of the largest entropy, of equal ones the first.
+
+    ``entropies`` are fp32[units].
+    """
     if layout.by_token:
         values = entropies.view(layout.population, layout.populations).t()
     else:
@@ -232,15 +293,20 @@ def choose_high(entropies: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     order = values.sort(dim=1, descending=True, stable=True).indices
     counts = torch.full((layout.populations, 1), layout.high_units, device=values.device)
     counts[-1:] = layout.last_high_units  # a slice: assigning to one element copies from the host
-    places = torch.arange(layout.population, device=values.device)
-    return torch.zeros_like(values, dtype=torch.bool).scatter(1, order, places < counts)
+    rank = torch.arange(layout.population, device=values.device)
+    return torch.zeros_like(values, dtype=torch.bool).scatter(1, order, rank < counts)
 
 
 def tile_slots(high: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """int64[tiles]: where a high tile's extra bits go, counted in tiles; ``high_tiles`` for the others."""
+    """Return int64[tiles]: where a high tile's extra bits go, counted in tiles; ``high_tiles`` for the others.
+
+    ``high`` is what ``choose_high`` gives. High units of a population take consecutive slots, in their order.
+    """
     first = torch.arange(layout.populations, device=high.device)[:, None] * layout.high_units
     slots = torch.where(high, first + high.cumsum(dim=1) - 1, layout.high_tiles)
-    slots = (slots.t() if layout.by_token else slots).reshape(-1)[: layout.units]
+    if layout.by_token:
+        slots = slots.t()  # rows are tokens, and a token's samples follow each other
+    slots = slots.reshape(-1)[: layout.units]
     tiles = slots[:, None] * layout.tiles_per_unit
     tiles = tiles + torch.arange(layout.tiles_per_unit, device=high.device)
     return tiles.reshape(-1).clamp(max=layout.high_tiles)
@@ -249,38 +315,57 @@ def tile_slots(high: torch.Tensor, layout: TahLayout) -> torch.Tensor:
 def write_high(
     wire: torch.Tensor, plane: torch.Tensor, entropies: torch.Tensor, layout: TahLayout
 ) -> None:
-    """Choose the high units by ``entropies`` fp32[units], and write the sections ``widths`` and ``extra``, of
-    the extra bits of every tile, uint8[tiles, n]."""
+    """Choose the high units, and write their widths and extra bits.
+
+    Args:
+        wire: gets the sections ``widths`` and ``extra``.
+        plane: uint8[tiles, n], the extra bits of every tile.
+        entropies: fp32[units].
+        layout: of the tensor.
+    """
     high = choose_high(entropies, layout)
     bits = torch.nn.functional.pad(high, (0, 32 * layout.words - layout.population)).view(-1, 8)
-    places = torch.arange(8, device=high.device)
-    section(wire, "widths", layout).copy_((bits.int() << places).sum(dim=1))
+    shifts = torch.arange(8, device=high.device)
+    section(wire, "widths", layout).copy_((bits.int() << shifts).sum(dim=1))
     plane = plane.view(torch.int32)
-    compact = plane.new_empty(layout.high_tiles + 1, plane.shape[1])  # the last row is nobody's
+    # Low tiles all write to one more row, which is dropped.
+    compact = plane.new_empty(layout.high_tiles + 1, plane.shape[1])
     compact[tile_slots(high, layout)] = plane
     section(wire, "extra", layout).copy_(compact[:-1].view(torch.uint8).flatten())
 
 
 def slots_on(wire: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """``tile_slots`` by the widths on the wire: unit i of a population is bit i % 8 of its byte i // 8."""
+    """Return ``tile_slots`` by the widths on the wire.
+
+    Unit i of a population is bit i % 8 of its byte i // 8.
+    """
     widths = section(wire, "widths", layout)
     bits = widths[:, None] >> torch.arange(8, device=widths.device).to(torch.uint8) & 1
     return tile_slots(bits.view(layout.populations, -1)[:, : layout.population].bool(), layout)
 
 
 def section(wire: torch.Tensor, name: str, layout: TahLayout) -> torch.Tensor:
-    """View of a section of the wire, uint8."""
+    """Return a view of a section of the wire, uint8.
+
+    Args:
+        wire: uint8[wire_bytes].
+        name: one of layout.sections.
+        layout: of the tensor.
+    """
     return wire.narrow(0, *layout.sections[name])
 
 
 def scales_of(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps and zero points, fp32[tiles] each."""
+    """Return steps and zero points, fp32[tiles] each."""
     pairs = section(wire, "scales", layout).clone().view(torch.float16).float()
     return pairs[::2], pairs[1::2]
 
 
 def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
-    """Encode x (any shape and stride, bf16/fp16/fp32): uint8[layout_of(config, x.shape).wire_bytes]."""
+    """Return the wire of a tensor, uint8[layout_of(config, x.shape).wire_bytes].
+
+    x has any shape and stride, and is bf16, fp16 or fp32.
+    """
     layout = layout_of(config, tuple(x.shape))
     wire = torch.zeros(layout.wire_bytes, dtype=torch.uint8, device=x.device)
     if not layout.numel:
@@ -291,16 +376,15 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     section(wire, "pivots", layout).copy_(pivots)
     low, high = y.aminmax(dim=1)
     zeros = round_down_fp16(low.masked_fill(~fits, 0.0))
-    levels = torch.full(
-        (), config.levels, dtype=torch.float32, device=x.device
-    )  # numbers: by a reciprocal
+    # A tensor: torch divides by numbers with a reciprocal.
+    levels = torch.full((), config.levels, dtype=torch.float32, device=x.device)
     steps = round_up_fp16((high.masked_fill(~fits, 0.0) - zeros.float()).clamp(min=0) / levels)
     steps = steps.masked_fill(~fits, math.nan)
     section(wire, "scales", layout).copy_(
         torch.stack((steps, zeros), dim=1).view(torch.uint8).flatten()
     )
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)
-    # rounded once, to the integer: a fused multiply-add, exact in fp64
+    # Rounded once, to the integer: a fused multiply-add, exact in fp64.
     codes = ((y - zeros.float()[:, None]).double() * inverse.double()[:, None] + 0.5).floor()
     codes = codes.nan_to_num(nan=0.0).clamp(0, config.levels).to(torch.uint8)
     base = pack(codes >> config.extra_bits, layout.base_planes)
@@ -316,10 +400,15 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
 
 
 def code_values(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes fp32[tiles, T], those of low tiles with zeros for the dropped bits, and which tiles are low."""
-    size, extra_bits = layout.config.tile_size, layout.config.extra_bits
+    """Return codes fp32[tiles, T], those of low tiles with zeros for the dropped bits; and which are low, bool.
+
+    ``wire`` is uint8[wire_bytes].
+    """
+    size = layout.config.tile_size
+    extra_bits = layout.config.extra_bits
 
     def planes(names: Sequence[str], widths: Sequence[int]) -> torch.Tensor:
+        """Return the codes of some sections, each a plane of so many bits."""
         parts = [section(wire, name, layout) for name in names]
         tiles = [part.view(-1, size * bits // 8) for part, bits in zip(parts, widths, strict=True)]
         return unpack(tiles, widths).float()
@@ -337,20 +426,31 @@ def code_values(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, to
 def decode(
     wire: torch.Tensor, config: TahConfig, shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Invert encode: uint8[wire_bytes] to a tensor of ``shape`` and ``dtype``."""
+    """Decode what ``encode`` gave.
+
+    Args:
+        wire: uint8[wire_bytes].
+        config: of the codec.
+        shape: of the tensor.
+        dtype: of the tensor: bf16, fp16 or fp32.
+
+    Raises:
+        ValueError: the wire is not of the size that the settings and the shape demand.
+    """
     layout = layout_of(config, tuple(shape))
     check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
     if not layout.numel:
         return torch.empty(tuple(shape), dtype=dtype, device=wire.device)
-    size, (codes, low) = config.tile_size, code_values(wire, layout)
+    size = config.tile_size
+    codes, low = code_values(wire, layout)
     steps, zeros = scales_of(wire, layout)
-    zeros = torch.where(
-        low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros
-    )  # the middle of a cell
+    # Without its extra bits a code stands for the middle of its cell.
+    zeros = torch.where(low, zeros + steps * ((2**config.extra_bits - 1) / 2), zeros)
     y = zeros[:, None] + steps[:, None] * codes
     pivots = section(wire, "pivots", layout)
-    rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]  # of the codes it is exact
-    rotated[:, 0] += zeros * math.sqrt(size)  # a constant is all in element 0
+    # The transform of codes is exact; that of a constant, the zero point, is all in element 0.
+    rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]
+    rotated[:, 0] += zeros * math.sqrt(size)
     y = torch.where((pivots >= 128)[:, None], bring_forward(rotated, (pivots & 127).long()), y)
     rows = y.view(layout.rows, -1)[:, : layout.channels]
     return rows.reshape(tuple(shape)).to(dtype)
