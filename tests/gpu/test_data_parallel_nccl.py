@@ -78,7 +78,18 @@ def _fsdp2_on_gpu(rank: int, world_size: int, worker: Callable) -> None:
 
 
 @needs(2)
-@pytest.mark.parametrize("worker", [test_fsdp2.learning_worker, test_fsdp2.overflow_worker])
+@pytest.mark.parametrize(
+    "worker",
+    [
+        test_fsdp2.lossless_worker,
+        test_fsdp2.int8_worker,
+        test_fsdp2.two_models_worker,
+        test_fsdp2.overflow_worker,
+        test_fsdp2.unnoticed_worker,
+        test_fsdp2.unannounced_worker,
+        test_fsdp2.parts_worker,
+    ],
+)
 def test_fsdp2_on_gpus(worker: Callable) -> None:
     """Its own streams, prefetching, kernels: losses of lossless gathers equal to the last bit, int8 near; a
     shard that does not fit."""

@@ -216,7 +216,11 @@ class Gradients(Dimension):
             if isinstance(chunk, TorchFullyShardedDataParallel):
                 check_memory(self.compressor, chunk.config)
                 topology = self.topology if self.config.enabled else find_topology
-                self.fsdp2.append(Fsdp2Compression(chunk.module, self.run, topology, self._say))
+                cut = self._cut(chunk.module, chunk.process_group.size())
+                is_copy = partial(_is_replicated, cut=cut)
+                self.fsdp2.append(
+                    Fsdp2Compression(chunk.module, self.run, topology, self._say, is_copy)
+                )
         if not self.config.enabled:
             return
         if all(
@@ -272,11 +276,11 @@ class Gradients(Dimension):
     def loaded(self, state_dict: dict[str, Any]) -> None:
         self.memory.loaded(state_dict)
 
-    def _cut(self, module: torch.nn.Module) -> Collection[torch.nn.Parameter]:
+    def _cut(self, module: torch.nn.Module, data_shards: int = 1) -> Collection[torch.nn.Parameter]:
         """The parameters that are cut over tensor parallelism without Megatron's mark, named in the log."""
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             return ()
-        cut = cut_without_mark(module)
+        cut = cut_without_mark(module, data_shards)
         if cut:
             self._say(
                 "compression: cut over tensor parallelism without tensor_model_parallel, and so not taken "
@@ -362,6 +366,13 @@ class Gradients(Dimension):
             self._topologies[ranks] = topology
             self._say(f"compression: {whose} data-parallel group is {topology.describe()}")
         return self._topologies[ranks]
+
+
+def _is_replicated(parameter: torch.nn.Parameter, cut: Collection[torch.nn.Parameter]) -> bool:
+    """Whether every tensor-parallel rank holds a parameter in whole; ``cut`` lack Megatron's mark."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1 or parameter in cut:
+        return False
+    return not getattr(parameter, "tensor_model_parallel", False)
 
 
 def spans_of(bucket, names: dict[torch.nn.Parameter, str]) -> tuple[ParameterSpan, ...]:

@@ -1,21 +1,17 @@
-"""``attach``: hooks into the modules that ``fully_shard`` has wrapped, and refuses what is not covered."""
+"""``attach``: puts compression into the modules that ``fully_shard`` has wrapped."""
 
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.contract import check_contract
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.ledger import Ledger
-from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
@@ -25,7 +21,9 @@ from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.dimension import print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, spelled
+from megatron.compression.fsdp2.copies import IsCopy, copies_of
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
+from megatron.compression.fsdp2.parameter_group import ParameterGroup, Slots, parameter_groups
 from megatron.compression.fsdp2.weights import WeightGather
 from megatron.compression.names import PYTHON_NAMES, Names
 
@@ -41,24 +39,34 @@ NAMES = Names(
 """What the user of ``attach`` types for the settings of data parallelism."""
 
 
+_compressed: "weakref.WeakSet[Fsdp2Compression]" = weakref.WeakSet()
+"""Of all models in this process."""
+
+
 def attach(
     model: torch.nn.Module,
     gather: str | None = "lossless",
     reduce: str | None = "int8",
     *,
     start_iteration: int = 0,
-    say: Callable[[str], None] = print_on_first_rank,
+    log: Callable[[str], None] = print_on_first_rank,
 ) -> "Fsdp2Compression":
-    """Compress what the modules of ``model`` under ``fully_shard`` send. Collective over the job.
+    """Compress what the modules of ``model`` under ``fully_shard`` send.
+
+    Collective over the ranks of the model's mesh; ranks that have no part in the model need not call.
 
     Args:
         model: the root module, on any device.
         gather: codec of the weights (lossless, int8, ...); "none" or None = uncompressed.
         reduce: codec of the gradients (int8, sdp4bit, ...), or tagc; "none" or None = uncompressed.
         start_iteration: the first iteration that compresses, counted from 0.
-        say: prints a line; called on every rank.
+        log: prints a line; called on every rank.
 
-    Raises: CompressionConfigError: a codec, or a setting of FSDP's, that is not covered.
+    Returns:
+        What has been put into the model.
+
+    Raises:
+        CompressionConfigError: a codec, or a setting of FSDP's, that is not covered.
     """
     if not isinstance(model, torch.nn.Module):
         raise CompressionConfigError(
@@ -70,17 +78,19 @@ def attach(
     with spelled(NAMES):
         config = DataParallelConfig(compression=reduce or "none", weights=gather or "none")
         config.check_fsdp2()
-    ledger, transports = Ledger(), Transports(communicators=from_environment(COMMUNICATORS) or 0)
-    policy, node_size = Policy(config.rules(start_iteration), ledger), from_environment(NODE_SIZE)
+    ledger = Ledger()
     ledger.count_replays()
-    check_contract(policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
+    transports = Transports(communicators=from_environment(COMMUNICATORS) or 0)
+    node_size = from_environment(NODE_SIZE)
+    policy = Policy(config.rules(start_iteration), ledger)
+    check_contract(policy.rule(traffic).codec for traffic in ("dp.weight", "dp.gradient"))
 
     def topology_of(group: dist.ProcessGroup) -> Topology:
-        topology = find_topology(group, node_size, transports)
-        say(f"compression: FSDP2: a group is {topology.describe()}")
+        topology = find_topology(group, node_size, transports, callers=group)
+        log(f"compression: FSDP2: a group is {topology.describe()}")
         return topology
 
-    compression = Fsdp2Compression(model, Run(policy, ledger, transports), topology_of, say)
+    compression = Fsdp2Compression(model, Run(policy, ledger, transports), topology_of, log)
     policy.iteration = lambda: compression.iteration
     compression.audit = BackendAudit(ledger, lambda: {"data parallel": [*compression.topologies]})
     compression.audit.start_with_first_forward([model])
@@ -88,204 +98,296 @@ def attach(
 
 
 class Fsdp2Compression:
-    """Compression of one model under FSDP2. Made collectively.
+    """Compression of one model under FSDP2.
 
-    Args:
-        run: policy, ledger and transports, of this model alone or of a whole run.
-        topology_of: finds the topology of a process group; called once a group.
+    Ranks agree on what is sent by what they all see: steps of the model's optimizer, iterations, calls of
+    ``weights_changed``. Nothing that one rank alone may see (another optimizer, a version counter of torch's)
+    starts a collective.
     """
 
-    _latest: ClassVar[Callable[[], "Fsdp2Compression | None"]] = lambda: None
-    """Of the model that ran last in this process."""
-
     def __init__(
-        self, model: torch.nn.Module, run: Run, topology_of: Callable[..., Topology], say: Any
+        self,
+        model: torch.nn.Module,
+        run: Run,
+        topology_of: Callable[[dist.ProcessGroup], Topology],
+        log: Callable[[str], None],
+        is_copy: IsCopy | None = None,
     ) -> None:
-        self.run, self._say = run, say
+        """Hook into a model. Collective over its ranks.
+
+        Args:
+            model: the root module.
+            run: policy, ledger and transports, of this model alone or of a whole run.
+            topology_of: finds the topology of a process group; called once a group, collectively over it.
+            log: prints a line; called on every rank.
+            is_copy: tells parameters that ranks outside the mesh hold as well; None: see ``copies_of``.
+
+        Raises:
+            CompressionConfigError: a setting of FSDP's that is not covered.
+        """
+        self.run = run
+        self._log = log
         self.iteration = 0
-        """Forward passes that began after an optimizer's step; a run that resumes may set it."""
+        """Forward passes that began after a step of the model's optimizer; a run that resumes may set it."""
         self.audit: BackendAudit | None = None
         """Compares the first iteration's ledger with what c10d is given."""
+        self.topologies: dict[dist.ProcessGroup, Topology] = {}
+        """Of the shards' ranks and, under HSDP, of the replicas'."""
         self.gathers: list[WeightGather] = []
         self.reduces: list[GradientReduce] = []
-        self._changed, self._stepped = True, False
-        weights, gradients = (run.policy.rule(one).codec for one in ("dp.weight", "dp.gradient"))
-        groups = parameter_groups(model)
-        memory = gradients is not None and gradients.has_memory
-        ranks = [_ranks(names[0], group, weights, memory) for group, names in groups]
-        each = list(dict.fromkeys(one for among in ranks for one in among))
-        each += each[:1] * (max(gather_objects(len(each))) - len(each))  # others may have more
-        self.topologies = {one: topology_of(one) for one in each}
-        """Of the shards' ranks and, under HSDP, of the replicas'."""
-        for (group, names), among in zip(groups, ranks, strict=True):
-            sums = [
-                GradientSums(names, group, self.topologies[one], run, one is among[0])
-                for one in among
-            ]
-            self.gathers.append(WeightGather(group, sums[0].topology, run, self._before_gather))
-            self.reduces.append(GradientReduce(group, sums))
-            group.modules[0].set_custom_all_gather(self.gathers[-1])
-            group.modules[0].set_custom_reduce_scatter(self.reduces[-1])
-        model.register_forward_pre_hook(self._begin_pass, prepend=True)
-        # An optimizer that writes through pointers (Transformer Engine's, apex's) changes no version.
-        own = weakref.proxy(self)
-        weakref.finalize(self, register_optimizer_step_post_hook(lambda *_: own._on_step()).remove)
-        if weights is None and gradients is None:
-            return
-        what = [one.name if one else "uncompressed" for one in (weights, gradients)]
-        say(f"compression: FSDP2: {len(groups)} modules: weights {what[0]}, gradients {what[1]}")
-        for one, topology in self.topologies.items():
-            if dist.get_backend(one) == "nccl" and topology.nodes == 1 and not over_tcp(one):
-                say(
+        self._slots: list[Slots] = []
+        self._has_begun = False
+        self._has_stepped = False
+        self._weights_changed = True
+        self._iteration_asked: int | None = None
+        self._gradients_enabled = True
+        weights = run.policy.rule("dp.weight").codec
+        gradients = run.policy.rule("dp.gradient").codec
+        self.groups = parameter_groups(model)
+        for group in self.groups:
+            check_supported(group, weights, gradients)
+        for group in self.groups:
+            for process_group in filter(None, (group.shard_group, group.replica_group)):
+                if process_group not in self.topologies:
+                    self.topologies[process_group] = topology_of(process_group)
+        for group in self.groups:
+            self._hook_into(group, is_copy or copies_of(group))
+        _compressed.add(self)
+        self._handles = [model.register_forward_pre_hook(self._begin_model, prepend=True)]
+        # An optimizer that writes through pointers (Transformer Engine's, apex's) changes no version, so
+        # steps are counted. The hook is torch's for all optimizers, and must not keep the model alive.
+        weak_self = weakref.proxy(self)
+        step_hook = register_optimizer_step_post_hook(
+            lambda optimizer, *_: weak_self._on_step(optimizer)
+        )
+        self._remove_step_hook = weakref.finalize(self, step_hook.remove)
+        if weights is not None or gradients is not None:
+            self._describe(weights, gradients)
+
+    def _hook_into(self, group: ParameterGroup, is_copy: IsCopy) -> None:
+        """Put ours in the place of a group's gathers and reductions."""
+        shards = self.topologies[group.shard_group]
+        over_shards = GradientSums(group, shards, self.run, True, is_copy)
+        over_replicas = None
+        if group.replica_group is not None:
+            replicas = self.topologies[group.replica_group]
+            over_replicas = GradientSums(group, replicas, self.run, False, is_copy)
+        gather = WeightGather(group, shards, self.run, is_copy, self._before_gather)
+        reduce = GradientReduce(group, over_shards, over_replicas)
+        sum_replicas = reduce.sum_replicas if over_replicas is not None else None
+        self.gathers.append(gather)
+        self.reduces.append(reduce)
+        self._slots.append(Slots(group, gather, reduce, sum_replicas))
+
+    def _describe(self, weights: Codec | None, gradients: Any) -> None:
+        names = [codec.name if codec else "uncompressed" for codec in (weights, gradients)]
+        self._log(
+            f"compression: FSDP2: {len(self.groups)} modules: weights {names[0]}, gradients {names[1]}"
+        )
+        for process_group, topology in self.topologies.items():
+            on_nccl = dist.get_backend(process_group) == "nccl"
+            if on_nccl and topology.nodes == 1 and not over_tcp(process_group):
+                self._log(
                     "compression: FSDP2: these ranks share a host: leave it off unless you measure a gain"
                 )
 
-    def weights_changed(self) -> None:
-        """Look again whether lossless payloads fit. Collective. Optimizers' changes are noticed without."""
-        self._changed = True
+    def close(self) -> None:
+        """Give the model back to FSDP as it was; gradients that a compressor remembers are dropped."""
+        for slots in self._slots:
+            slots.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._remove_step_hook()
+        if self.audit is not None:
+            self.audit.abandon()
+        _compressed.discard(self)
 
-    def _on_step(self) -> None:
-        self._changed = self._stepped = True
+    def weights_changed(self) -> None:
+        """Look again whether lossless payloads fit, at the next forward pass. To be called on all ranks.
+
+        Steps of the model's optimizer are noticed without.
+        """
+        self._weights_changed = True
+
+    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step of any optimizer of the process: note one that holds the model's parameters.
+
+        Others do not count: a rank may step one alone, as for a probe, or that of another model.
+        """
+        stepped = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
+        # Megatron's optimizers step fp32 copies, to which the parameters refer.
+        holds_ours = any(
+            id(parameter) in stepped or id(getattr(parameter, "main_param", None)) in stepped
+            for group in self.groups
+            for parameter in group.parameters
+        )
+        if not holds_ours:
+            return
+        self._has_stepped = True
         if self.audit is not None:
             self.audit.stop()  # until the next pass others send: a reference model, an evaluation
 
-    def _begin_pass(self, *_: object) -> None:
-        """Before the model's forward pass, and before each gather: a part of the model may be called, too."""
-        latest, Fsdp2Compression._latest = Fsdp2Compression._latest(), weakref.ref(self)
-        if latest not in (None, self) and latest.audit is not None:
-            latest.audit.abandon()  # what this model sends is not in its ledger
-        if not self._stepped:
+    def _begin_model(self, *_: object) -> None:
+        """Before the root's forward pass."""
+        if torch.is_grad_enabled() != self._gradients_enabled:
+            # Between training and evaluation other weights may be swapped in, on all ranks.
+            self._gradients_enabled = not self._gradients_enabled
+            self._weights_changed = True
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """Before the root's forward pass, and before each gather: a part of the model may be called, too."""
+        for other in _compressed:
+            if other is not self and other._has_begun and other.audit is not None:
+                other.audit.abandon()  # what this model sends is not in its ledger
+        if self._has_begun and not self._has_stepped:
             return
-        self.iteration, self._stepped = self.iteration + 1, False
-        shards = next(iter(self.topologies))  # other pipeline stages are not here yet
-        for line in self.audit.finish(shards) if self.audit is not None else ():
-            self._say(f"compression: {line}")
-        gradients = self.run.policy.rule("dp.gradient")
-        if self.iteration == gradients.start_iteration + 1:
-            sent = self.run.ledger.totals()["dp.gradient"]
-            if sent["excluded"][0] and not sent["compressed"][0]:
-                why = "its layers have other names here, or are small; try tagc:layers=all"
-                self._say(
-                    f"compression: FSDP2: {gradients.codec.name} compresses no gradients: {why}"
-                )
+        self._has_begun = True
+        for slots in self._slots:
+            slots.check()
+        if not self._has_stepped:
+            return
+        self._has_stepped = False
+        self.iteration += 1
+        if self.audit is not None:
+            shards = next(iter(self.topologies))  # other pipeline stages are not here yet
+            for line in self.audit.finish(shards):
+                self._log(f"compression: {line}")
+        self._say_if_nothing_is_compressed()
+
+    def _say_if_nothing_is_compressed(self) -> None:
+        """After the first compressed iteration: say so where the compressor left out all gradients."""
+        rule = self.run.policy.rule("dp.gradient")
+        if self.iteration != rule.start_iteration + 1:
+            return
+        sent = self.run.ledger.totals()["dp.gradient"]
+        if sent["excluded"][0] and not sent["compressed"][0]:
+            self._log(
+                f"compression: FSDP2: {rule.codec.name} compresses no gradients: its layers have other names "
+                "here, or are small; try tagc:layers=all"
+            )
 
     def _before_gather(self, gather: WeightGather) -> None:
-        """Ask the ranks whether lossless payloads fit, where weights have changed or it is not known of
-        ``gather``. The host waits for the device, once a step."""
+        """Before a forward pass gathers weights: know whether lossless payloads fit."""
         self._begin_pass()
         codec, _ = self.run.policy.decide("dp.weight")
-        if codec is None or not codec.lossless or not (self._changed or gather.changed()):
+        if codec is None or not codec.lossless:
             return
-        self._changed = False
-        for topology in dict.fromkeys(one.topology for one in self.gathers):
-            asked = [one for one in self.gathers if one.topology is topology]
-            flags = [one.overflow(codec) for one in asked] + [one.misfit for one in asked]
-            found = topology.transport(self.run.ledger, "dp.weight").any_ranks(torch.stack(flags))
-            for one, overflows, misfit in zip(asked, found, found[len(asked) :], strict=False):
-                one.fits = not overflows
+        iteration = self.run.policy.iteration()
+        if self._weights_changed or iteration != self._iteration_asked:
+            self._weights_changed = False
+            self._iteration_asked = iteration
+            self._ask_whether_weights_fit(codec)
+        else:
+            gather.check_alone(codec)
+
+    def _ask_whether_weights_fit(self, codec: Codec) -> None:
+        """Encode all shards and ask the ranks whether they fit. The host waits for the device."""
+        gathers = [gather for gather in self.gathers if gather.numel]
+        for topology in dict.fromkeys(gather.topology for gather in gathers):
+            asked = [gather for gather in gathers if gather.topology is topology]
+            overflows = [gather.overflow(codec) for gather in asked]
+            misfits = [gather.misfit for gather in asked]
+            transport = topology.transport(self.run.ledger, "dp.weight")
+            flags = transport.any_ranks(torch.stack(overflows + misfits))
+            for gather, overflow in zip(asked, flags[: len(asked)], strict=True):
+                gather.fits = not overflow
+            for gather, misfit in zip(asked, flags[len(asked) :], strict=True):
                 if misfit:
                     raise RuntimeError(
-                        f"weights of {one.group} changed unnoticed and did not fit their payload: passes had "
-                        "zeros for them; call weights_changed() after a change"
+                        f"weights of {gather.group} changed unnoticed and did not fit their payload: passes "
+                        "had zeros for them; call weights_changed() after a change"
                     )
 
     def summary(self) -> str:
         """One line: what this rank has sent, would have sent uncompressed, and keeps on the device."""
-        totals, line, sent, plain = self.run.ledger.totals(), "sent", 0, 0
+        totals = self.run.ledger.totals()
+        line = "sent"
+        all_sent = 0
+        all_uncompressed = 0
         for traffic in ("dp.weight", "dp.gradient"):
-            own, instead = (sum(pair) for pair in zip(*totals[traffic].values(), strict=True))
-            line += f" {traffic} {own / 1e6:.3f} of {instead / 1e6:.3f} MB,"
-            sent, plain = sent + own, plain + instead
-        payloads = max(one.buffer_bytes for one in self.gathers)
-        payloads += max(sums.buffer_bytes() for one in self.reduces for sums in one.sums)
+            sent, uncompressed = (sum(pair) for pair in zip(*totals[traffic].values(), strict=True))
+            line += f" {traffic} {sent / 1e6:.3f} of {uncompressed / 1e6:.3f} MB,"
+            all_sent += sent
+            all_uncompressed += uncompressed
+        ratio = all_uncompressed / all_sent if all_sent else 1
+        payloads = max(gather.buffer_bytes for gather in self.gathers)
+        payloads += max(sums.buffer_bytes() for reduce in self.reduces for sums in reduce.sums)
         memory = sum(values.nbytes for values in self.state_dict().values())
-        line += f" ratio {plain / sent if sent else 1:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
+        line += f" ratio {ratio:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
         line += f" and gradients' memory of {memory / 1e6:.3f} MB"
-        misfits = sum(one.fits is False for one in self.gathers)
-        return line + (
-            f"; {misfits} modules do not fit, and are gathered uncompressed" if misfits else ""
-        )
+        misfits = sum(gather.fits is False for gather in self.gathers)
+        if misfits:
+            line += f"; {misfits} modules do not fit, and are gathered uncompressed"
+        return line
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What a compressor of gradients remembers, by names of this rank, for torch.distributed.checkpoint
-        and the same number of ranks; empty for codecs."""
-        syncs = self._remembering().items()
+        """Return what a compressor of gradients remembers, for torch.distributed.checkpoint.
+
+        By names of this rank, so for the same number of ranks; empty for codecs.
+        """
         return {
-            f"{key}.{name}": values for key, sync in syncs for name, values in sync.state().items()
+            f"{prefix}.{name}": values
+            for prefix, sync in self._syncs_with_memory().items()
+            for name, values in sync.state().items()
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore what ``state_dict`` gave."""
-        for key, sync in self._remembering().items():
-            sync.load_state({name: state[f"{key}.{name}"] for name in sync.state()})
+        """Restore what ``state_dict`` gave, on the same number of ranks.
 
-    def _remembering(self) -> dict[str, GradientSync]:
+        Raises:
+            CompressionConfigError: the state is of another number of ranks, other settings or another model.
+        """
+        more_ranks = f"rank{dist.get_world_size()}."
+        if any(name.startswith(more_ranks) for name in state):
+            raise CompressionConfigError(_other_memory("is of more ranks"))
+        expected = self.state_dict()
+        for name, values in expected.items():
+            if name not in state:
+                problem = f"has no {name}"
+            elif state[name].shape != values.shape:
+                problem = f"has {name} of {tuple(state[name].shape)}, not {tuple(values.shape)}"
+            else:
+                continue
+            raise CompressionConfigError(_other_memory(problem))
+        for prefix, sync in self._syncs_with_memory().items():
+            sync.load_state({name: state[f"{prefix}.{name}"] for name in sync.state()})
+
+    def _syncs_with_memory(self) -> dict[str, GradientSync]:
+        """By a prefix that names this rank; empty where the compressor remembers nothing."""
         if not getattr(self.run.policy.rule("dp.gradient").codec, "has_memory", False):
             return {}
-        every = [sums for one in self.reduces for sums in one.sums if sums.numel]
-        prefix = f"rank{dist.get_rank()}"
+        every_sum = [sums for reduce in self.reduces for sums in reduce.sums if sums.numel]
         return {
-            f"{prefix}.{number}": sums.built(sums.numel)[0] for number, sums in enumerate(every)
+            f"rank{dist.get_rank()}.{number}": sums.built(sums.numel)[0]
+            for number, sums in enumerate(every_sum)
         }
 
 
-def parameter_groups(model: torch.nn.Module) -> list[tuple[FSDPParamGroup, list[str]]]:
-    """What ``fully_shard`` gathers and reduces together, and its parameters' names; at least one."""
-    places = {module: name for name, module in model.named_modules()}
-    states = [module._get_fsdp_state() for module in places if isinstance(module, FSDPModule)]
-    groups = [
-        group for state in dict.fromkeys(states) if (group := state._fsdp_param_group) is not None
-    ]
-    if not groups:
-        raise CompressionConfigError(
-            "attach() finds no parameters under FSDP2; call fully_shard() before it"
-        )
-    infos = [[one._module_info for one in group.fsdp_params] for group in groups]
-    names = [
-        [f"{places.get(one.module, '')}.{one.param_name}".strip(".") for one in own]
-        for own in infos
-    ]
-    return list(zip(groups, names, strict=True))
+def _other_memory(problem: str) -> str:
+    return (
+        f"load_state_dict(): the saved memory of gradients {problem}: it was saved on another number of ranks, "
+        'with other settings or of another model; load without "compression", so that it starts from zero'
+    )
 
 
-def _ranks(
-    name: str, group: FSDPParamGroup, weights: Codec | None, memory: bool
-) -> list[dist.ProcessGroup]:
-    """Those that share a parameter group. Raises: CompressionConfigError: FSDP's settings are not covered."""
-    own, mesh = group.fsdp_params, group.mesh_info
-    dtypes = {group.mp_policy.param_dtype or one.sharded_param.dtype for one in own}
-    several = len(dtypes) > 1 or any(
-        hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in own
+def check_supported(group: ParameterGroup, weights: Codec | None, gradients: Any) -> None:
+    """Refuse settings of FSDP's that are not covered with these compressors.
+
+    Args:
+        group: the parameters.
+        weights: the codec of the weights; None: uncompressed.
+        gradients: the gradient compressor; None: uncompressed.
+
+    Raises:
+        CompressionConfigError: with the module, the reason and the fix.
+    """
+    refusal = group.refusal(
+        lossless=weights is not None and weights.lossless,
+        gathers=weights is not None,
+        memory=gradients is not None and gradients.has_memory,
     )
-    no_room = (
-        dtypes - {torch.bfloat16, torch.float32} if weights is not None and weights.lossless else ()
-    )
-    scaled = memory and torch.float16 in (group.mp_policy.reduce_dtype, *dtypes)
-    hsdp = isinstance(mesh, HSDPMeshInfo)
-    for found, reason in (
-        (not isinstance(mesh, FSDPMeshInfo), "is replicated; use fully_shard()"),
-        (
-            isinstance(group.offload_policy, CPUOffloadPolicy),
-            "is offloaded to CPU; drop CPUOffloadPolicy",
-        ),
-        (isinstance(group._all_gather_comm, WeightGather), "is attached already; attach() once"),
-        (
-            hsdp and group._all_reduce_hook is not None,
-            "has the hook HSDP needs; drop set_all_reduce_hook()",
-        ),
-        (
-            weights is not None and several,
-            "gathers several types, or fp8; set param_dtype, or gather='none'",
-        ),
-        (
-            no_room,
-            "gathers neither bf16 nor fp32, which lossless shortens; use bf16, or gather='int8'",
-        ),
-        (
-            scaled,
-            "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory",
-        ),
-    ):
-        if found:
-            raise CompressionConfigError(f"attach(): the module of {name} {reason}")
-    return [mesh.shard_process_group, *([mesh.replicate_process_group] if hsdp else [])]
+    if refusal is not None:
+        raise CompressionConfigError(f"attach(): {group} {refusal}")

@@ -1,21 +1,15 @@
 """Reductions of FSDP2's gradients over a codec or a gradient compressor, in the place of FSDP's own.
 
 FSDP gives a module's gradients as ``[ranks, n]``: to a ``GradientCompressor`` a bucket whose shards are the
-rows. Under HSDP this rank's row is a second bucket, summed over the replicas by FSDP's all-reduce hook. Its
-own all-reduce would come before: so the module's mesh is set to the dimension of the shards alone.
+rows. Under HSDP this rank's row is a second bucket, summed over the replicas by FSDP's all-reduce hook.
 """
 
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
@@ -26,35 +20,68 @@ from megatron.compression.data_parallel.compressor import (
     ParameterSpan,
 )
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.fsdp2.copies import IsCopy, copies_in
+from megatron.compression.fsdp2.parameter_group import (
+    DefaultAllocMixin,
+    ParameterGroup,
+    ReduceScatter,
+)
+from taco_kernels.common import ceil_div
 
 TRAFFIC = "dp.gradient"
 
 
-@dataclass(eq=False)
 class GradientSums:
     """Sums of a parameter group's gradients over one process group."""
 
-    names: list[str]
-    """Of the group's parameters."""
-    group: FSDPParamGroup
-    topology: Topology
-    run: Run
-    sharded: bool
-    """Each rank keeps its row of the sum; else every rank has one row and keeps all of it."""
-    _built: dict[int, tuple[GradientSync, GradientBucket]] = field(default_factory=dict)
+    def __init__(
+        self,
+        group: ParameterGroup,
+        topology: Topology,
+        run: Run,
+        sharded: bool,
+        is_copy: IsCopy,
+    ) -> None:
+        """Prepare the sums of a group.
+
+        Args:
+            group: the parameters.
+            topology: the ranks that sum.
+            run: policy, ledger and transports.
+            sharded: each rank keeps its row of the sum; else every rank has one row and keeps all of it.
+            is_copy: tells parameters that ranks outside FSDP's mesh hold as well.
+        """
+        self.group = group
+        self.topology = topology
+        self.run = run
+        self.sharded = sharded
+        self._is_copy = is_copy
+        self._built: dict[int, tuple[GradientSync, GradientBucket]] = {}
+
+    @cached_property
+    def copies(self):
+        """Where in a row the copies lie; known when the first gradients come."""
+        return copies_in(
+            self.group, self._is_copy, self.topology, self.run.ledger, TRAFFIC, with_gradients=True
+        )
 
     @cached_property
     def spans(self) -> tuple[ParameterSpan, ...]:
         """Every rank's piece of every parameter that has gradients; a parameter of a span is that piece."""
-        spans, position = [], 0
-        for _ in range(self.topology.world_size if self.sharded else 1):
-            for name, own in zip(self.names, self.group.fsdp_params, strict=True):
-                if own.sharded_param.requires_grad:
-                    piece = torch.nn.Parameter(
-                        torch.empty(own.padded_sharded_param_size, device="meta")
-                    )
-                    spans.append(ParameterSpan(name, piece, position, position + piece.numel()))
-                    position = spans[-1].end
+        rows = self.topology.world_size if self.sharded else 1
+        spans: list[ParameterSpan] = []
+        position = 0
+        for _ in range(rows):
+            pieces = zip(
+                self.group.names, self.group.parameters, self.group.piece_shapes, strict=True
+            )
+            for name, parameter, shape in pieces:
+                if not parameter.requires_grad:
+                    continue
+                piece = torch.nn.Parameter(torch.empty(shape, device="meta"))
+                end = position + piece.numel()
+                spans.append(ParameterSpan(name, piece, position, end))
+                position = end
         return tuple(spans)
 
     @property
@@ -62,21 +89,38 @@ class GradientSums:
         """Gradients of all parameters, over all rows."""
         return self.spans[-1].end if self.spans else 0
 
+    def compresses(self, operation: str, gradients: Tensor) -> bool:
+        """Return whether a sum is compressed now; one that is not is counted.
+
+        Args:
+            operation: the uncompressed one, ``reduce_scatter`` or ``all_reduce``.
+            gradients: all that it is given.
+        """
+        codec, reason = self.run.policy.decide(TRAFFIC, gradients.nbytes)
+        unknown_positions = bool(self.copies) and gradients.numel() != self.numel
+        if codec is not None and (not gradients.numel() or unknown_positions):
+            # FSDP leaves out parameters that this pass did not use, and does not say which
+            codec, reason = None, "exact"
+        if codec is None:
+            self.topology.record_uncompressed(
+                self.run.ledger, TRAFFIC, reason, operation, gradients.nbytes
+            )
+        return codec is not None
+
     def built(self, numel: int) -> tuple[GradientSync, GradientBucket]:
-        """What sums ``numel`` gradients; fewer than all are refused where the compressor is no codec."""
+        """Return what sums ``numel`` gradients, made at its first use.
+
+        Raises:
+            CompressionConfigError: these are fewer than all, and the compressor is not a codec.
+        """
         if numel not in self._built:
             compressor = self.run.policy.rule(TRAFFIC).codec
             if numel != self.numel and not isinstance(compressor, CodecGradients):
                 raise CompressionConfigError(
                     f"reduce={compressor.name}: a pass gave {numel} gradients, the first {self.numel}, of "
-                    f"{', '.join(self.names)}; it needs the same in each, so choose a codec such as int8"
+                    f"{', '.join(self.group.names)}; it needs the same in each, so choose a codec such as int8"
                 )
-            policy, device = self.group.mp_policy, self.group.device
-            dtype = (
-                policy.reduce_dtype
-                or policy.param_dtype
-                or self.group.fsdp_params[0].sharded_param.dtype
-            )
+            dtype, device = self.group.gradient_dtype, self.group.device
             nothing = torch.empty(1, dtype=dtype, device=device).expand(numel)
             bucket = GradientBucket(
                 nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger
@@ -85,40 +129,54 @@ class GradientSums:
         return self._built[numel]
 
     def sum(self, gradients: Tensor, scale: float) -> Tensor:
-        """``scale`` times the sum, in place: this rank's row of ``gradients``, or all of them."""
+        """Sum over the ranks in place, and return this rank's row of ``gradients``, or all of them.
+
+        Args:
+            gradients: ``[W * n]``, or ``[n]`` where every rank keeps the sum.
+            scale: what the sum is multiplied by.
+        """
         sync, bucket = self.built(gradients.numel())
+        exact = None
+        if self.copies and self.sharded:
+            rows = gradients.view(self.topology.world_size, -1)
+            exact = self.copies.sum_to_owners(rows, scale)
+        elif self.copies:
+            exact = self.copies.sum_everywhere(gradients, scale)
         nothing, bucket.gradients, bucket.scale = bucket.gradients, gradients, scale
         sync.start().wait()
         total = bucket.shard if self.sharded else gradients
         bucket.gradients = nothing  # FSDP frees them
+        if exact is not None:
+            self.copies.write(exact.wait(), total)
         return total
 
     def buffer_bytes(self) -> int:
-        """Of one reduction's payloads, sent and received; 0 where they are not a codec's."""
-        codec, ranks = (
-            getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None),
-            self.topology.world_size,
-        )
-        numel = self.numel if ranks > 1 else 0
-        return 2 * ranks * codec.payload_bytes((-(-numel // ranks),)) if codec and numel else 0
+        """Bytes of one reduction's payloads, sent and received; 0 where they are not a codec's."""
+        codec = getattr(self.run.policy.rule(TRAFFIC).codec, "codec", None)
+        ranks = self.topology.world_size
+        if codec is None or ranks == 1 or not self.numel:
+            return 0
+        return 2 * ranks * codec.payload_bytes((ceil_div(self.numel, ranks),))
 
 
-@dataclass(eq=False)
 class GradientReduce(DefaultAllocMixin, ReduceScatter):
-    """The reduce-scatters of one parameter group, and under HSDP the all-reduces of its replicas."""
+    """The reduce-scatters of one parameter group, and under HSDP the sums over its replicas."""
 
-    group: FSDPParamGroup
-    sums: list[GradientSums]
-    """Over the shards' ranks and, under HSDP, over the replicas."""
-    _partial: Tensor | None = None
+    def __init__(
+        self, group: ParameterGroup, over_shards: GradientSums, over_replicas: GradientSums | None
+    ) -> None:
+        self.group = group
+        self.over_shards = over_shards
+        self.over_replicas = over_replicas
+        """Under HSDP."""
+        self.next_hook = group.all_reduce_hook if over_replicas is not None else None
+        """What the user had given to ``set_all_reduce_hook``, which FSDP calls after its own sum."""
+        self._partial: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        own = self.group.mesh_info
-        if isinstance(own, HSDPMeshInfo):
-            self.group.mesh_info = FSDPMeshInfo(own.mesh, own.shard_mesh_dim)
-            if self.group.post_forward_mesh_info is own:
-                self.group.post_forward_mesh_info = self.group.mesh_info
-            self.group.modules[0].set_all_reduce_hook(self._all_reduce)
+    @property
+    def sums(self) -> list[GradientSums]:
+        """Over the shards' ranks and, under HSDP, over the replicas."""
+        return [sums for sums in (self.over_shards, self.over_replicas) if sums is not None]
 
     def __call__(
         self,
@@ -126,45 +184,39 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
-        async_op=False,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Sum ``[W * n]`` over the ranks into this rank's ``[n]``, on the current stream."""
-        if not self._compresses(self.sums[0], "reduce_scatter", input_tensor):
+        if not self.over_shards.compresses("reduce_scatter", input_tensor):
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        divisor = group.size() if op == dist.ReduceOp.AVG else 1
-        if op not in (
-            dist.ReduceOp.AVG,
-            dist.ReduceOp.SUM,
-        ):  # NCCL's, which multiplies before it adds
-            divisor = self.group.gradient_divide_factor
-        output_tensor.copy_(self.sums[0].sum(input_tensor, 1 / divisor))
+        if op == dist.ReduceOp.AVG:
+            divisor = group.size()
+        elif op == dist.ReduceOp.SUM:
+            divisor = 1
+        else:  # NCCL's, which multiplies before it adds
+            divisor = self.group.divide_factor
+        output_tensor.copy_(self.over_shards.sum(input_tensor, 1 / divisor))
         return None
 
-    def _all_reduce(self, row: Tensor) -> None:
-        """Average this rank's row over the replicas, in place, as FSDP does under HSDP."""
+    def sum_replicas(self, row: Tensor) -> None:
+        """Average this rank's row ``[n]`` over the replicas, in place, as FSDP does under HSDP."""
         if row.is_cuda:
-            row.record_stream(
-                torch.cuda.current_stream()
-            )  # FSDP keeps it for its own all-reduce alone
+            # FSDP keeps it for its own all-reduce alone
+            row.record_stream(torch.cuda.current_stream())
         if self._partial is not None:
             row += self._partial
-        self._partial = None if self.group.all_reduce_grads else row.clone()
-        if self._partial is not None:  # a later pass sends it as well
+            self._partial = None
+        if not self.group.sums_all_replicas:
+            self._partial = row.clone()  # a later pass sends it as well
             row.zero_()
             return
-        given = self.group.gradient_divide_factor is not None  # the whole divisor
-        replicas = self.sums[1]
-        if self._compresses(replicas, "all_reduce", row):
-            replicas.sum(row, 1.0 if given else 1 / replicas.topology.world_size)
+        has_whole_divisor = self.group.divide_factor is not None
+        replicas = self.over_replicas
+        assert replicas is not None, "the hook is set under HSDP alone"
+        if replicas.compresses("all_reduce", row):
+            replicas.sum(row, 1.0 if has_whole_divisor else 1 / replicas.topology.world_size)
         else:
-            op = dist.ReduceOp.SUM if given else dist.ReduceOp.AVG
+            op = dist.ReduceOp.SUM if has_whole_divisor else dist.ReduceOp.AVG
             dist.all_reduce(row, op, replicas.topology.group)
-
-    def _compresses(self, sums: GradientSums, operation: str, gradients: Tensor) -> bool:
-        """Whether a reduction is compressed; one that is not is counted."""
-        codec, why = sums.run.policy.decide(TRAFFIC, gradients.nbytes)
-        if codec is None:
-            sums.topology.record_uncompressed(
-                sums.run.ledger, TRAFFIC, why, operation, gradients.nbytes
-            )
-        return codec is not None
+        if self.next_hook is not None:
+            self.next_hook(row)

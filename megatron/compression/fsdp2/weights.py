@@ -1,62 +1,93 @@
 """All-gathers of FSDP2's weights over a codec, in the place of ``fully_shard``'s own.
 
-Each gather encodes the weights as they are. Whether lossless payloads fit is known before: after a change of
-the weights all shards are encoded, and the host reads the ranks' flags once. A shard that did not fit goes
-uncompressed on all ranks until the next change.
+Each gather encodes the weights as they are. Whether lossless payloads fit is known before: at agreed moments
+(attach.py) all shards are encoded, and the host reads the ranks' flags once. A shard that did not fit goes
+uncompressed on all ranks until the next such moment.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
-from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
-from megatron.compression.communication.work import Work
+from megatron.compression.communication.work import Work, join
+from megatron.compression.fsdp2.copies import IsCopy, copies_in
+from megatron.compression.fsdp2.parameter_group import (
+    AllGatherOfCompression,
+    ParameterGroup,
+    is_bw,
+)
 
 TRAFFIC = "dp.weight"
 
 
-@dataclass(eq=False)
-class WeightGather(DefaultAllocMixin, AllGather):
+class WeightGather(AllGatherOfCompression):
     """The all-gathers of one parameter group."""
 
-    group: FSDPParamGroup
-    topology: Topology
-    run: Run
-    before: "Callable[[WeightGather], None]"
-    """Called before each gather outside the backward pass; sets ``fits`` where the codec is lossless."""
-    fits: bool | None = None
-    """Whether the lossless payload fits, on all ranks; None: nobody has asked."""
-    buffer_bytes: int = 0
-    """Of one gather's payloads, sent and received."""
-    _versions: list[tuple[int, int, int]] = field(default_factory=list)
+    def __init__(
+        self,
+        group: ParameterGroup,
+        topology: Topology,
+        run: Run,
+        is_copy: IsCopy,
+        before: "Callable[[WeightGather], None]",
+    ) -> None:
+        """Prepare the gathers of a group.
 
-    def __post_init__(self) -> None:
-        self.misfit = torch.zeros((), dtype=torch.uint8, device=self.group.device)
+        Args:
+            group: the parameters.
+            topology: the ranks that have a shard each.
+            run: policy, ledger and transports.
+            is_copy: tells parameters that ranks outside FSDP's mesh hold as well.
+            before: called before each gather outside the backward pass; sets ``fits`` where the codec is
+                lossless.
+        """
+        self.group = group
+        self.topology = topology
+        self.run = run
+        self.before = before
+        self.copies = copies_in(group, is_copy, topology, run.ledger, TRAFFIC)
+        self.fits: bool | None = None
+        """Whether the lossless payload fits, on all ranks; None: nobody has asked."""
+        self.buffer_bytes = 0
+        """Of one gather's payloads, sent and received."""
+        self.misfit = torch.zeros((), dtype=torch.uint8, device=group.device)
         """uint8 ``[]``: 1 where a payload was sent that did not fit, since weights had changed unnoticed."""
+        self._versions: list[tuple[int, int, int]] = []
 
-    def changed(self) -> bool:
-        """Whether torch has counted a change of the weights since this was last asked."""
-        weights, before = [one.sharded_param for one in self.group.fsdp_params], self._versions
-        self._versions = [(id(one), one._version, one._local_tensor._version) for one in weights]
-        return before != self._versions
+    @property
+    def numel(self) -> int:
+        """Values of this rank's shard, padding included."""
+        return sum(self.group.shard_sizes)
 
     def overflow(self, codec: Codec) -> Tensor:
-        """uint8 ``[]`` on the device: 1 where this rank's shard does not fit its payload."""
-        self.changed()
-        own = self.group.fsdp_params
-        dtype = self.group.mp_policy.param_dtype or own[0].sharded_param.dtype
-        shard = torch.cat([one._sharded_param_data.to(dtype) for one in own])
-        return codec.overflow_flag(codec.encode(shard[None])).clone()
+        """Encode this rank's shard: uint8 ``[]`` on the device, 1 where it does not fit its payload."""
+        self._versions = self.group.versions()
+        (dtype,) = self.group.gather_dtypes
+        return codec.overflow_flag(codec.encode(self.group.shard(dtype)[None])).clone()
+
+    def check_alone(self, codec: Codec) -> None:
+        """Look whether weights that were changed since they were asked about still fit.
+
+        torch counts a change on the rank that makes it, which may be this one alone; so no rank is asked.
+        The host waits for the device where there was a change.
+
+        Raises:
+            RuntimeError: this rank's shard does not fit its payload.
+        """
+        if self.group.versions() == self._versions:
+            return
+        if self.fits and bool(self.overflow(codec)):
+            raise RuntimeError(
+                f"weights of {self.group} were changed between two passes without a step of their optimizer, "
+                "and do not fit a lossless payload any more; call weights_changed() on all ranks after the "
+                "change"
+            )
 
     def __call__(
         self,
@@ -66,32 +97,46 @@ class WeightGather(DefaultAllocMixin, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather ``[n]`` of every rank into ``[W * n]``, of which it is a part, on the current stream."""
-        ledger, nbytes = self.run.ledger, output_tensor.nbytes
-        if (
-            group is not self.topology.group
-        ):  # reshard_after_forward=N gathers from N ranks in the backward
+        ledger = self.run.ledger
+        nbytes = output_tensor.nbytes
+        if group is not self.topology.group:
+            # reshard_after_forward=N gathers from N ranks in the backward
             ledger.record_uncompressed(TRAFFIC, "exact", "all_gather", nbytes, group.size())
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        if not is_bw():  # else as in the forward
+        if not is_bw():  # in the backward pass as in the forward pass
             self.before(self)
-        codec, why = self.run.policy.decide(TRAFFIC, nbytes)
+        codec, reason = self.run.policy.decide(TRAFFIC, nbytes)
+        if codec is not None and not nbytes:
+            codec, reason = None, "exact"
         if codec is not None and codec.lossless and not self.fits:
-            codec, why = None, "overflow"
+            codec, reason = None, "overflow"
         if codec is None:
-            self.topology.record_uncompressed(ledger, TRAFFIC, why, "all_gather", nbytes)
+            self.topology.record_uncompressed(ledger, TRAFFIC, reason, "all_gather", nbytes)
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        self.topology.record_plain(ledger, TRAFFIC, "all_gather", nbytes)
-        payload = codec.encode(input_tensor[None])
-        if codec.lossless:
-            self.misfit |= codec.overflow_flag(payload)
-        gathered, pending = self.topology.transport(ledger, TRAFFIC).all_gather(payload)
-        self.buffer_bytes = payload.nbytes + gathered.nbytes
-        shape, rows = input_tensor.shape, output_tensor.view(self.topology.world_size, -1)
-        work = Work(pending, lambda: codec.decode_into(gathered, shape, rows.dtype, rows))
+        work = self._start(codec, input_tensor, output_tensor.view(self.topology.world_size, -1))
         if async_op:
             return _Pending(work)
         work.wait()
         return None
+
+    def _start(self, codec: Codec, shard: Tensor, rows: Tensor) -> Work:
+        """Start to gather every rank's ``[n]`` by a codec into ``[W, n]``, of which ``shard`` is a row."""
+        ledger = self.run.ledger
+        self.topology.record_plain(ledger, TRAFFIC, "all_gather", rows.nbytes)
+        payload = codec.encode(shard[None])
+        if codec.lossless:
+            self.misfit |= codec.overflow_flag(payload)
+        copies = None
+        if self.copies and not codec.lossless:
+            # taken before the payload is decoded, which rounds the shard in its row
+            copies = self.copies.gather(shard, rows)
+        gathered, pending = self.topology.transport(ledger, TRAFFIC).all_gather(payload)
+        self.buffer_bytes = payload.nbytes + gathered.nbytes
+        shape = shard.shape
+        work = Work(pending, lambda: codec.decode_into(gathered, shape, rows.dtype, rows))
+        if copies is None:
+            return work
+        return join([work, copies])  # in this order: copies are written over what was decoded
 
 
 class _Pending(dist.Work):

@@ -1,0 +1,315 @@
+"""What ``fully_shard`` gathers and reduces together, and everything of torch's FSDP2 that is not public.
+
+torch offers ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; which parameters a module sends, over
+which ranks and in which types is private. All private names that compression leans on are in this file, and
+``parameter_groups`` checks them before anything is changed, so that another torch is refused in one line.
+
+    module of fully_shard  ->  FSDPParamGroup  ->  FSDPParam, one a parameter
+                               what is sent        this rank's shard of it, padded to the same size on all ranks
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from megatron.compression.errors import CompressionConfigError
+
+DEVELOPED_WITH = "2.11"
+"""The torch whose FSDP2 this was written for; 2.13 has been tried too."""
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultAllocMixin,
+        DefaultReduceScatter,
+    )
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        is_bw,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"compression of FSDP2 is for torch {DEVELOPED_WITH}; torch {torch.__version__} keeps parts of FSDP2 "
+        f"elsewhere ({error}): install the versions of constraints.txt"
+    ) from error
+
+__all__ = ["AllGather", "DefaultAllocMixin", "ParameterGroup", "ReduceScatter", "is_bw"]
+
+_GROUP_NAMES = (
+    "fsdp_params",
+    "modules",
+    "mesh_info",
+    "post_forward_mesh_info",
+    "mp_policy",
+    "offload_policy",
+    "device",
+    "gradient_divide_factor",
+    "all_reduce_grads",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
+    "_all_reduce_hook",
+)
+_PARAMETER_NAMES = (
+    "sharded_param",
+    "padded_sharded_param_size",
+    "_sharded_param_data",
+    "_sharded_local_tensor",
+    "_module_info",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterGroup:
+    """The parameters that one module of ``fully_shard`` gathers and reduces together."""
+
+    fsdp: Any
+    """torch's ``FSDPParamGroup``."""
+    names: tuple[str, ...]
+    """Of the parameters, as in the root module's ``named_parameters``."""
+
+    def __str__(self) -> str:
+        return f"the module of {self.names[0]}"
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """This rank's shards, DTensors. FSDP may put others in their place, so they are asked for anew."""
+        return [own.sharded_param for own in self.fsdp.fsdp_params]
+
+    @property
+    def piece_shapes(self) -> list[torch.Size]:
+        """The shape of this rank's shard of each parameter, padding included; the same on all ranks."""
+        return [own.padded_sharded_param_size for own in self.fsdp.fsdp_params]
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """How many values these are."""
+        return [shape.numel() for shape in self.piece_shapes]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards are."""
+        return self.fsdp.device
+
+    @property
+    def gather_dtypes(self) -> set[torch.dtype]:
+        """The types that the weights are gathered in."""
+        cast_to = self.fsdp.mp_policy.param_dtype
+        return {cast_to or parameter.dtype for parameter in self.parameters}
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The type that the gradients are reduced in."""
+        policy = self.fsdp.mp_policy
+        return policy.reduce_dtype or policy.param_dtype or self.parameters[0].dtype
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that have a shard each."""
+        return self.fsdp.mesh_info.shard_process_group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Under HSDP, the ranks that hold the same shard; read before ``sum_replicas_by``."""
+        info = self.fsdp.mesh_info
+        return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+
+    @property
+    def mesh_dimensions(self) -> int:
+        """Dimensions of the mesh that ``fully_shard`` was given: 1, or 2 for HSDP."""
+        return self.fsdp.mesh_info.mesh.ndim
+
+    @property
+    def mesh_size(self) -> int:
+        """Ranks in that mesh."""
+        return self.fsdp.mesh_info.mesh.size()
+
+    def shard(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[n]``: what this rank gives to a gather, its shards end to end."""
+        return torch.cat([own._sharded_param_data.to(dtype) for own in self.fsdp.fsdp_params])
+
+    def versions(self) -> list[tuple[int, int, int]]:
+        """Numbers that differ where torch has counted a change of the weights."""
+        return [
+            (id(parameter), parameter._version, parameter._local_tensor._version)
+            for parameter in self.parameters
+        ]
+
+    @property
+    def sums_all_replicas(self) -> bool:
+        """Whether this backward pass sums over the replicas (``set_requires_all_reduce``)."""
+        return self.fsdp.all_reduce_grads
+
+    @property
+    def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        """What the user has given to ``set_all_reduce_hook``; read before it is replaced (``Slots``)."""
+        return self.fsdp._all_reduce_hook
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What the sum over all ranks, shards and replicas, is divided by; None: the number of ranks."""
+        return self.fsdp.gradient_divide_factor
+
+    def refusal(self, lossless: bool, gathers: bool, memory: bool) -> str | None:
+        """What of FSDP's settings is not covered, and the fix; None: nothing.
+
+        Args:
+            lossless: weights are gathered by a lossless codec.
+            gathers: weights are gathered by a codec.
+            memory: gradients are summed by a compressor with a memory.
+        """
+        fsdp = self.fsdp
+        if not isinstance(fsdp.mesh_info, FSDPMeshInfo):
+            return "is replicated; use fully_shard()"
+        if isinstance(fsdp.offload_policy, CPUOffloadPolicy):
+            return "is offloaded to CPU; drop CPUOffloadPolicy"
+        if isinstance(fsdp._all_gather_comm, AllGatherOfCompression):
+            return "is attached already; attach() once"
+        if type(fsdp._all_gather_comm) is not DefaultAllGather:
+            return (
+                "has an all-gather of its own; drop set_custom_all_gather() and "
+                "set_allocate_memory_from_process_group_for_comm()"
+            )
+        if type(fsdp._reduce_scatter_comm) is not DefaultReduceScatter:
+            return "has a reduce-scatter of its own; drop set_custom_reduce_scatter()"
+        several = len(self.gather_dtypes) > 1 or any(
+            hasattr(own._sharded_local_tensor, "fsdp_pre_all_gather") for own in fsdp.fsdp_params
+        )
+        if gathers and several:
+            return "gathers several types, or fp8; set param_dtype, or gather='none'"
+        other_dtypes = self.gather_dtypes - {torch.bfloat16, torch.float32}
+        if lossless and other_dtypes:
+            found = spelled_dtypes(other_dtypes)
+            return (
+                f"gathers {found}, and lossless shortens bf16 and fp32; use bf16, or gather='int8'"
+            )
+        if memory and torch.float16 in (fsdp.mp_policy.reduce_dtype, *self.gather_dtypes):
+            return "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"
+        return None
+
+
+class AllGatherOfCompression(DefaultAllocMixin, AllGather):
+    """An all-gather of ours, by which a group that has one is known."""
+
+
+def spelled_dtypes(dtypes: set[torch.dtype]) -> str:
+    """``float16`` or ``float16 and float64``."""
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
+    """Return the groups of all modules of ``model`` under ``fully_shard``, at least one.
+
+    Raises:
+        CompressionConfigError: there is none, or this torch's FSDP2 is built in another way.
+    """
+    paths = {module: name for name, module in model.named_modules()}
+    states = [module._get_fsdp_state() for module in paths if isinstance(module, FSDPModule)]
+    groups = []
+    for state in dict.fromkeys(states):  # modules may share one
+        for fsdp in _groups_of(state):
+            _check_names(fsdp)
+            infos = [own._module_info for own in fsdp.fsdp_params]
+            # a module that FSDP was given and that has been replaced since has no path
+            names = [f"{paths.get(info.module, '')}.{info.param_name}".strip(".") for info in infos]
+            groups.append(ParameterGroup(fsdp, tuple(names)))
+    if not groups:
+        raise CompressionConfigError(
+            "attach() finds no parameters under FSDP2; call fully_shard() before it"
+        )
+    return groups
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """A module's groups: one up to torch 2.12, several from 2.13 on."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _check_names(fsdp: Any) -> None:
+    """Refuse a torch whose groups or parameters lack a name that this file uses."""
+    missing = [name for name in _GROUP_NAMES if not hasattr(fsdp, name)]
+    for own in fsdp.fsdp_params[:1]:
+        missing += [name for name in _PARAMETER_NAMES if not hasattr(own, name)]
+    if missing:
+        raise CompressionConfigError(
+            f"attach(): FSDP2 of torch {torch.__version__} has no {', '.join(missing)}, which compression "
+            f"uses as of torch {DEVELOPED_WITH}; install the versions of constraints.txt"
+        )
+
+
+class Slots:
+    """The places of one group where FSDP calls what compression has put there.
+
+    torch keeps one object a slot, and a later call of a public setter replaces it without a word: the sum
+    over the replicas would be left out. So ``check`` looks at them at each pass that begins.
+    """
+
+    def __init__(
+        self,
+        group: ParameterGroup,
+        gather: Any,
+        reduce: Any,
+        sum_replicas: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        """Put ours into the slots of a group.
+
+        Args:
+            group: the parameters.
+            gather: an ``AllGather``.
+            reduce: a ``ReduceScatter``.
+            sum_replicas: under HSDP, sums this rank's row of the gradients over the replicas, in place.
+        """
+        self.group = group
+        self._replaced: dict[str, tuple[Any, Any]] = {}
+        """Name -> what is ours, and what was there before."""
+        self._replace("_all_gather_comm", gather)
+        self._replace("_reduce_scatter_comm", reduce)
+        if sum_replicas is not None:
+            # FSDP's own all-reduce would come before the hook. With a mesh of the shards' dimension alone
+            # there is none.
+            whole_mesh = group.fsdp.mesh_info
+            shards_alone = FSDPMeshInfo(whole_mesh.mesh, whole_mesh.shard_mesh_dim)
+            self._replace("mesh_info", shards_alone)
+            if group.fsdp.post_forward_mesh_info is whole_mesh:
+                self._replace("post_forward_mesh_info", shards_alone)
+            self._replace("_all_reduce_hook", sum_replicas)
+
+    def _replace(self, name: str, ours: Any) -> None:
+        self._replaced[name] = (ours, getattr(self.group.fsdp, name))
+        setattr(self.group.fsdp, name, ours)
+
+    def check(self) -> None:
+        """Refuse a setter of FSDP's that has taken our place since ``attach``.
+
+        Raises:
+            CompressionConfigError: a slot holds something else.
+        """
+        for name, setter in _SETTERS.items():
+            if name in self._replaced and getattr(self.group.fsdp, name) != self._replaced[name][0]:
+                raise CompressionConfigError(
+                    f"{setter} of {self.group} has replaced what attach() had put there, and it would be left "
+                    f"out; call {setter} before attach()"
+                )
+
+    def restore(self) -> None:
+        """Give a group's slots back to FSDP, those that still hold ours."""
+        for name, (ours, before) in self._replaced.items():
+            if getattr(self.group.fsdp, name) == ours:
+                setattr(self.group.fsdp, name, before)
+
+
+_SETTERS = {
+    "_all_gather_comm": "set_custom_all_gather()",
+    "_reduce_scatter_comm": "set_custom_reduce_scatter()",
+    "_all_reduce_hook": "set_all_reduce_hook()",
+}
+"""Slot -> the public method that sets it. ``set_allocate_memory_from_process_group_for_comm`` refuses by
+itself what is not torch's own."""
