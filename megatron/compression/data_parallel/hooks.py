@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch

@@ -200,6 +200,7 @@ class Fsdp2Compression:
         self._remove_step_hook()
         if self.audit is not None:
             self.audit.abandon()
+        self.run.ledger.ignore_replays()
         _compressed.discard(self)
 
     def weights_changed(self) -> None:
