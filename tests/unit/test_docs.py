@@ -203,6 +203,46 @@ def test_the_codec_of_the_readme_encodes_and_decodes():
     assert not codec.decode(codec.encode(x / 0), (7, 100), torch.float32).isfinite().any()
 
 
+# What a run prints.
+
+PRINTED = {
+    "troubleshooting.md": (
+        "payloads travel",
+        "over symmetric memory between",
+        "no host memory to share",
+        "go uncompressed: these messages are under",
+        "that the ledger does not know",
+        "goes uncompressed after iteration",
+        "switched off",
+        "lost the connection to another rank",
+        "did not answer within --distributed-timeout-minutes",
+        "other settings than the checkpoint's",
+        "is of another run",
+        "every rank restored its memory",
+    ),
+    "choosing.md": ("through host memory between", "MiB uncompressed", "has no peer access to"),
+    "cluster.md": ("data-parallel group is",),
+    "data_parallel.md": ("no fused kernels for these messages",),
+}
+"""By page: what it quotes of a run's log and errors."""
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All of our sources, with string literals that continue on the next line put together."""
+    folders = (REPO / "megatron", REPO / "taco_kernels")
+    text = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "quoted"), [(name, text) for name, texts in PRINTED.items() for text in texts]
+)
+def test_quoted_lines_are_what_a_run_prints(name, quoted, sources):
+    page = re.sub(r"\s+", " ", (REPO / "docs" / name).read_text())
+    assert quoted in page and quoted in sources
+
+
 # Numbers and advice.
 
 NUMBER = re.compile(r"\b\d\.\d\d\b")
