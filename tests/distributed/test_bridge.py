@@ -74,12 +74,12 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
     callback.on_eval_start(context)
     evaluating = ledger.evaluating
     callback.on_eval_end(context)
-    if rank == 0:  # as Megatron-Bridge: the first rank alone writes the tracker, and reads it
+    if rank == 0:
+        callback.on_checkpoint_save(context)  # without a folder, which ends no training
         (Path(folder) / "iter_0000002").mkdir()
-        tracker = Path(folder) / "latest_checkpointed_iteration.txt"
-        tracker.write_text("")
-        callback.on_checkpoint_save(context)  # an empty one ends no training
-        tracker.write_text("2")
+        # As Megatron-Bridge with async_save: the tracker names the checkpoint before.
+        (Path(folder) / "iter_0000001").mkdir()
+        (Path(folder) / "latest_checkpointed_iteration.txt").write_text("1")
     callback.on_checkpoint_save(context)
     torch.distributed.barrier()
     from megatron.core import parallel_state
@@ -87,7 +87,16 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
     parallel_state.destroy_model_parallel()
     _, again, _ = started(2)
     off = [one.compression.run.policy.meter.state() for one in (callback, again)]
+    files = sorted(str(path.relative_to(folder)) for path in Path(folder).glob("iter_*/*"))
+    torch.distributed.barrier()
+    if rank == 0:
+        (Path(folder) / "iter_0000002/megatron_taco.json").write_text('{"config": {')
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    _, damaged, _ = started(2)
     return {
+        "files": files,
+        "after a damaged file": damaged.compression.run.policy.meter.state(),
         "kinds": trained,
         "evaluating": (evaluating, ledger.evaluating),
         "tags": context.state.tensorboard_logger.tags,
@@ -101,6 +110,8 @@ def test_callbacks_count_log_and_resume(tmp_path: Path) -> None:
         assert rank["kinds"] == {"compressed"} and rank["evaluating"] == (True, False)
         before, resumed = rank["off"]
         assert before and resumed == before, "layers past the error bound stay uncompressed"
+        assert rank["files"] == ["iter_0000002/megatron_taco.json"], "whole, and of this iteration"
+        assert not rank["after a damaged file"], "a damaged file is a line, and no error"
     assert any("ratio" in tag for tag in ranks[-1]["tags"]) and not ranks[0]["tags"]
 
 

@@ -21,6 +21,7 @@ from megatron.compression.codecs.registry import settings_of
 from megatron.compression.config import CompressionConfig
 from megatron.compression.dimension import naming_flags, print_on_first_rank, renaming
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.files import read_json, write_whole
 from megatron.compression.names import FLAG_NAMES, FLAGS, Names
 from megatron.compression.patches import gaps
 from megatron.compression.report import check_report_directory, track
@@ -239,10 +240,25 @@ class BridgeCompression:
         saved: list[Any] = [None]
         file = Path(folder) / f"iter_{iteration:07d}" / STATE_FILE
         if dist.get_rank() == 0 and file.exists():
-            saved = [json.loads(file.read_text())]
+            saved = [self._read_state(file)]
         dist.broadcast_object_list(saved)
         if saved[0] is not None:
             session.resume({STATE: saved[0]})
+
+    @staticmethod
+    def _read_state(file: Path) -> dict[str, Any] | None:
+        """Return what ``on_checkpoint_save`` has written; None, and a line: the file is damaged."""
+        try:
+            state = read_json(file)
+            if isinstance(state, dict) and "config" in state:
+                return state
+            reason = "it holds no settings"
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        print_on_first_rank(
+            f"compression: {file} cannot be read ({reason}); layers past the error bound are measured anew"
+        )
+        return None
 
     def on_train_step_start(self, context: Any) -> None:
         """Time the iteration."""
@@ -275,13 +291,19 @@ class BridgeCompression:
     on_test_end = on_eval_end
 
     def on_checkpoint_save(self, context: Any) -> None:
-        """Save what a resume needs; the tracker names the iteration, which a save in the background began."""
-        folder = Path(self.cfg.checkpoint.save)
+        """Save what a resume needs beside the checkpoint that is being written.
+
+        The folder is that of the current iteration: with ``async_save`` the tracker still names the checkpoint
+        before, until this one is complete.
+        """
         if dist.get_rank() != 0:
             return
+        iteration = context.state.train_state.step
+        folder = Path(self.cfg.checkpoint.save) / f"iter_{iteration:07d}"
+        state = {"config": self.config.asdict(), **self._session.state()}
         try:
-            iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
-            state = {"config": self.config.asdict(), **self._session.state()}
-            (folder / f"iter_{iteration:07d}" / STATE_FILE).write_text(json.dumps(state))
-        except (OSError, ValueError) as error:
+            if not folder.is_dir():
+                raise FileNotFoundError(f"there is no folder {folder}")
+            write_whole(folder / STATE_FILE, json.dumps(state))
+        except OSError as error:
             print_on_first_rank(f"compression: its state was not saved ({error}); training goes on")
