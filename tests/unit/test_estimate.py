@@ -15,6 +15,7 @@ from megatron.compression.auto.estimate import (
     parse_megatron,
 )
 from megatron.compression.auto.messages import MessageKind
+from megatron.compression.patches import symbols
 
 BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16
     --max-position-embeddings 2048 --micro-batch-size 4 --vocab-size 32000 --transformer-impl local"""
@@ -23,7 +24,7 @@ BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-lengt
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """Megatron's checks set variables, and other tests' entrypoints check more."""
-    monkeypatch.setattr("megatron.compression.patches.loop._after_validating", [])
+    symbols.take_out()
     monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
@@ -92,6 +93,37 @@ def test_the_last_row_is_what_auto_would_choose(rows):
 def test_without_a_budget_only_lossless_is_chosen(tensor_parallel_estimate):
     last = tensor_parallel_estimate.rows(0.0)[-1]
     assert "within 0 %: --tp-compression lossless --dp-compression lossless" in last.name
+
+
+HOST_BOUND = """--num-layers 24 --hidden-size 256 --num-attention-heads 4 --seq-length 128
+    --tensor-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4"""
+"""A small model: kernels are shorter than the host needs to launch them."""
+
+
+def test_a_host_that_launches_too_slowly_decides(capsys):
+    """Its time is that of the iteration, speed-ups are of it, and the way out is named."""
+    estimate = made(2, "pcie", HOST_BOUND)
+    uncompressed, *compressed = estimate.rows(0.1)
+    assert uncompressed.seconds == uncompressed.host_seconds > uncompressed.gpu_seconds
+    assert all(row.seconds >= uncompressed.seconds for row in compressed), "no row promises a gain"
+    assert compressed[-1].name == "within 0.1 %: nothing"
+    words = ["--gpus", "2", "--intra", "pcie", "--", *BASE.split(), *HOST_BOUND.split()]
+    assert main(words) == 0
+    assert "The host decides here" in capsys.readouterr().out
+
+
+def test_with_graphs_of_whole_iterations_the_host_does_not_decide():
+    flags = f"{HOST_BOUND} --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
+    uncompressed, *_ = made(2, "pcie", flags).rows(0.1)
+    assert uncompressed.host_seconds == 0 and uncompressed.seconds == uncompressed.gpu_seconds
+
+
+def test_a_qwen_model_is_estimated_by_its_name(capsys):
+    words = "--gpus 2 --intra pcie -- --qwen-model 2.5-0.5b --tensor-model-parallel-size 2"
+    more = "--micro-batch-size 4 --global-batch-size 4 --seq-length 512 --bf16"
+    layers = "--transformer-impl local"
+    assert main([*words.split(), *more.split(), *layers.split()]) == 0
+    assert "| uncompressed " in capsys.readouterr().out
 
 
 def test_groups_lie_on_nodes_as_megatron_numbers_ranks():

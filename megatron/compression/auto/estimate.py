@@ -5,7 +5,8 @@
 Messages and what they cost an iteration are those of ``--compression auto`` (messages.py), which measures.
 Here a message takes its bytes over the link's bandwidth plus latency, a compressed one its payloads' bytes
 and its codec's kernels, at rates measured on an H200. Computation is Megatron's count of operations at
-``--gemm-tflops``. The host's time is a column of its own, and decides where it is larger. Contention between
+``--gemm-tflops``. An iteration takes the GPU's time or the host's, which launches it, whichever is longer; with
+``--cuda-graph-impl full_iteration`` the host launches once. Contention between
 jobs, memory, slow nodes and the input pipeline are not modelled.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.compression import graphs
 from megatron.compression.auto.measurement import dimension_config
 from megatron.compression.auto.messages import MessageKind, workload
 from megatron.compression.auto.plan import BUDGET, choose
@@ -33,6 +35,7 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import InputError, OneLineParser, require_extra
 from megatron.compression.flags import add_flags, resolve
 from megatron.compression.frontends.megatron_lm.checks import megatrons_own_check
+from megatron.compression.huggingface.models import add_qwen_arguments, expand
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.markdown import table
 from taco_kernels.common import ceil_div
@@ -289,12 +292,17 @@ class Row:
 
     name: str
     """What to type."""
-    seconds: float
-    """Of an iteration."""
+    gpu_seconds: float
+    """The GPU's time of an iteration."""
     host_seconds: float
-    """That a slow host needs to launch it."""
+    """The time that a slow host needs to launch it."""
     loss: float | None
     """Percent of validation loss above uncompressed; None: not known."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration: the longer one of the GPU's time and the host's."""
+        return max(self.gpu_seconds, self.host_seconds)
 
 
 class Estimate:
@@ -328,7 +336,12 @@ class Estimate:
         sharded = args.use_distributed_optimizer
         micro_batches = args.global_batch_size / args.micro_batch_size / args.data_parallel_size
         layers = args.num_layers / args.pipeline_model_parallel_size
-        host_seconds = HOST_LAYER * layers * micro_batches
+        host_layer = HOST_LAYER
+        host_message = HOST_MESSAGE
+        if graphs.whole_iterations(args):  # one launch replays everything
+            host_layer = 0.0
+            host_message = 0.0
+        host_seconds = host_layer * layers * micro_batches
         times = {}
         for message in self.work.messages:
             group = Group.of(message, args, self.cluster)
@@ -339,7 +352,7 @@ class Estimate:
                 times[message] = group.seconds(message.sent_as(sharded), message.nbytes)
             else:
                 times[message] = group.compressed(message, codec, sharded)
-                host_seconds += HOST_MESSAGE * message.count
+                host_seconds += host_message * message.count
         return Row(name, self.work.seconds(times), host_seconds, loss)
 
     def rows(self, budget: float, named: bool = False) -> list[Row]:
@@ -423,7 +436,11 @@ def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
 
     parser = OneLineParser(allow_abbrev=False)
     add_megatron_arguments(parser)
-    args = add_flags(parser).parse_args(list(words))
+    add_flags(add_qwen_arguments(parser))
+    words = list(words)
+    if any(word.split("=")[0] == "--qwen-model" for word in words):
+        words, _ = expand(words)
+    args = parser.parse_args(words)
     args.rank = 0
     args.world_size = gpus
     try:
@@ -561,20 +578,32 @@ def report(options: Namespace, words: Sequence[str]) -> None:
     rows = estimate.rows(options.loss_budget)
     if estimate.config.enabled:
         rows.append(estimate.row("the flags as given", estimate.config.rules(), None))
-    cells = [["predicted", "ms an iteration", "times as fast", "host, ms", "cost in loss"]]
-    for row in rows:
-        loss = "not known" if row.loss is None else f"+{row.loss:.3g} %"
-        speed_up = f"{estimate.uncompressed_seconds / row.seconds:.2f}"
-        seconds = f"{1e3 * row.seconds:.4g}"
-        cells.append([row.name, seconds, speed_up, f"{1e3 * row.host_seconds:.4g}", loss])
-    print("\n".join(table(*cells, aligned=True)))
+    print("\n".join(table(*_cells(rows, estimate), aligned=True)))
     computation = 1e3 * estimate.work.computation
     print(
-        f'{computation:.4g} ms of this is computation. If "host, ms" is larger than "ms an iteration", '
-        "expect the host's."
+        f"{computation:,.1f} ms of the GPU's time are computation. An iteration takes the longer one of the "
+        "GPU's time and the host's, which is that of a slow host."
     )
+    if rows[0].host_seconds > rows[0].gpu_seconds:
+        print(
+            "The host decides here: it launches kernels more slowly than the GPU runs them. With "
+            "--cuda-graph-impl full_iteration it launches an iteration at once: add that and estimate again."
+        )
     if options.plot:
         draw(options, args, cluster)
+
+
+def _cells(rows: Sequence[Row], estimate: Estimate) -> list[list[str]]:
+    """Return the table's cells, the header first."""
+    cells = [["predicted", "GPU, ms", "host, ms", "iteration, ms", "times as fast", "cost in loss"]]
+    for row in rows:
+        loss = "not known" if row.loss is None else f"+{row.loss:.3g} %"
+        speed_up = estimate.uncompressed_seconds / row.seconds
+        milliseconds = [
+            f"{1e3 * seconds:,.1f}" for seconds in (row.gpu_seconds, row.host_seconds, row.seconds)
+        ]
+        cells.append([row.name, *milliseconds, f"{speed_up:.2f}", loss])
+    return cells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
