@@ -69,16 +69,16 @@ class Threads:
             ):
                 time.sleep(1e-4)
             ctypes.memmove(to, source, step.size)
-            if step.says is not None:
-                now.value = step.says
+            if step.sets is not None:
+                now.value = step.sets
 
         self._queues[step.sends].put(move)
 
-    def copy_own(self, to: int, source: int, size: int) -> None:
-        self._queues[False].put(lambda: ctypes.memmove(to, source, size))
+    def copy_local(self, target: int, source: int, size: int) -> None:
+        self._queues[False].put(lambda: ctypes.memmove(target, source, size))
 
-    def end(self, kept: object) -> "Ended":
-        return Ended(self._queues, kept)
+    def end(self, tensors: object) -> "Ended":
+        return Ended(self._queues, tensors)
 
     def close(self) -> None:
         """Nothing is registered."""
@@ -87,8 +87,9 @@ class Threads:
 class Ended:
     """Waits for both threads."""
 
-    def __init__(self, queues: dict, kept: object) -> None:
-        self.kept, self.done = kept, [threading.Event() for _ in queues]
+    def __init__(self, queues: dict, tensors: object) -> None:
+        self.tensors = tensors
+        self.done = [threading.Event() for _ in queues]
         for waiting, done in zip(queues.values(), self.done, strict=True):
             waiting.put(done.set)
 

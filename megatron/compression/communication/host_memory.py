@@ -4,10 +4,24 @@ The devices' copy engines move the bytes: a sender copies pieces into a ring tha
 who copies them out, and each lets its stream wait for the ring's word. So both directions of a PCIe link
 are in use at once, and the multiprocessors are free.
 
-The word says how many pieces of a round of ``SLOTS`` lie in the ring. The sender waits for 0 and counts up; a
-receiver waits for each piece and sets 0 after the last. So only one of them may write at a time, and what the
-other waits for stays until it is seen. An exchange begins and ends with 0, in slot 0: it is always the same
-commands, which a CUDA graph can replay. After one that broke off the sender waits and overwrites nothing.
+The shared memory of W ranks, with one ring for each ordered pair of ranks:
+
+    | words, one a ring | ring 0: slot 0, 1, 2, 3 | ring 1: slot 0, 1, 2, 3 | ...      W (W - 1) rings
+
+The word of a ring says how many pieces of a round of ``SLOTS`` lie in it. Two rounds of six pieces:
+
+    sender      waits for 0, fills slot 0, word = 1; fills slot 1, word = 2; ... fills slot 3, word = 4
+    receiver    waits for 1, empties slot 0; waits for 2, empties slot 1; ... empties slot 3, word = 0
+    sender      waits for 0, fills slot 0, word = 1; fills slot 1, word = 2
+    receiver    waits for 1, empties slot 0; waits for 2, empties slot 1, word = 0
+
+Invariants:
+
+- Only one of the two may write the word at a time: the sender from 0 to the round's last piece, then the
+  receiver. What the other one waits for stays until it is seen.
+- An exchange begins and ends with 0, in slot 0. So it is always the same commands, and a CUDA graph can replay
+  them.
+- After an exchange that broke off the sender waits for ever and overwrites nothing.
 """
 
 import contextlib
@@ -24,19 +38,24 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.communication.objects import gather_objects
+from taco_kernels.common import ceil_div
 from taco_kernels.common.graph_events import GraphObserver, observe
 
 PIECES = 4
-"""Of what a rank sends in one exchange: while one is copied out, the next is copied in."""
+"""Number of pieces that a rank's bytes are divided into: while one is copied out, the next is copied in."""
 LEAST = 1 << 20
-"""Bytes of a piece."""
+"""Least bytes of a piece: each costs a copy and up to two commands on either side."""
 SLOTS = 4
 """Pieces from one rank to another that may be under way."""
 _LINE = 64
 """Bytes between words: those of different ranks share no cache line."""
 _FOLDER = "/dev/shm"
+_UNTIL_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_WITHOUT_TIMES = 2  # CU_EVENT_DISABLE_TIMING
 _mapped: list[mmap.mmap] = []
-"""For as long as the process lives: CUDA knows the addresses, and copies may be under way."""
+"""Memory of this process, for as long as it lives: CUDA knows the addresses, and copies may be under way."""
 
 
 class HostMemoryError(RuntimeError):
@@ -51,56 +70,92 @@ class DeviceBytes(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A piece that is copied into a slot of a ring (``sends``) or out of one.
-
-    Before, the ring's word must be ``awaits`` (a receiver: or more); it becomes ``says``. None: neither.
-    """
+    """A piece that is copied into a slot of a ring, or out of one."""
 
     sends: bool
+    """Into the ring, of which this rank is the sender; else out of it."""
     peer: int
+    """The rank at the other end."""
     offset: int
-    """Into the peer's bytes."""
+    """Where the piece begins in the bytes for or from the peer."""
     size: int
+    """Bytes of the piece."""
     ring: int
     slot: int
     awaits: int | None
-    says: int | None
+    """The ring's word before the copy: a sender waits for this number, a receiver for it or more. None: no
+    wait."""
+    sets: int | None
+    """The ring's word after the copy; None: as before."""
 
 
 @functools.lru_cache(maxsize=256)
-def steps(rank: int, to: tuple[int, ...], came: tuple[int, ...]) -> tuple[Step, ...]:
-    """What a rank does in an exchange of ``to`` and ``came`` bytes for each rank and from each, in order.
-    Each step waits only for earlier steps of other ranks: nobody waits for ever, even on one stream."""
-    world, result = len(to), []
-    for sends, sizes in ((True, to), (False, came)):
+def steps(rank: int, send_bytes: tuple[int, ...], recv_bytes: tuple[int, ...]) -> tuple[Step, ...]:
+    """Return what a rank does in an exchange, in order.
+
+    All ranks take the first pieces before the second ones, nearer peers before farther ones, and send before
+    they receive. So each step waits only for earlier steps of other ranks: nobody waits for ever, even where
+    all copies share one stream.
+
+    Args:
+        rank: this rank.
+        send_bytes: bytes for each rank.
+        recv_bytes: bytes from each rank.
+    """
+    world = len(send_bytes)
+    steps_by_order = []
+    for sends, sizes in ((True, send_bytes), (False, recv_bytes)):
         for distance in range(1, world):
             peer = (rank + distance if sends else rank - distance) % world
-            ring = (rank if sends else peer) * (world - 1) + distance - 1
-            # Known to both ends, who know what passes between them and no more.
-            wanted = -(-sizes[peer] * (world - 1) // (PIECES * _LINE)) * _LINE
-            piece = min(largest(world), max(LEAST, wanted))
+            sender = rank if sends else peer
+            ring = sender * (world - 1) + distance - 1
+            piece = _piece_bytes(sizes[peer], world)
             for number, offset in enumerate(range(0, sizes[peer], piece)):
-                size, slot = min(piece, sizes[peer] - offset), number % SLOTS
-                first, last = slot == 0, slot == SLOTS - 1 or offset + size == sizes[peer]
-                awaits, says = (
-                    (0 if first else None, slot + 1) if sends else (slot + 1, 0 if last else None)
-                )
-                step = Step(sends, peer, offset, size, ring, slot, awaits, says)
-                result.append(((number, distance, not sends), step))
-    return tuple(step for _, step in sorted(result))
+                size = min(piece, sizes[peer] - offset)
+                slot = number % SLOTS
+                is_first_of_round = slot == 0
+                is_last_of_round = slot == SLOTS - 1 or offset + size == sizes[peer]
+                if sends:
+                    # The sender waits once a round, for an empty ring; then it counts the pieces up.
+                    awaits = 0 if is_first_of_round else None
+                    sets = slot + 1
+                else:
+                    # The receiver waits for each piece, and empties the ring after the last one.
+                    awaits = slot + 1
+                    sets = 0 if is_last_of_round else None
+                step = Step(sends, peer, offset, size, ring, slot, awaits, sets)
+                steps_by_order.append(((number, distance, not sends), step))
+    return tuple(step for _, step in sorted(steps_by_order))
+
+
+def _piece_bytes(size: int, world: int) -> int:
+    """Return the bytes of a piece of a message between two ranks.
+
+    Both ends know its size and no other rank's, so it is taken for what all peers get: ``PIECES`` pieces of
+    that, each whole cache lines.
+    """
+    lines = ceil_div(size * (world - 1), PIECES * _LINE)
+    return min(largest(world), max(LEAST, lines * _LINE))
 
 
 def largest(world: int) -> int:
-    """Bytes of a slot: whole pages, whatever the number of ranks."""
+    """Return the bytes of a slot among ``world`` ranks: whole pages, and less for more ranks."""
     return max((16 << 20) // world // mmap.PAGESIZE * mmap.PAGESIZE, LEAST)
 
 
 class CopyEngines(GraphObserver[set[int]]):
-    """Two CUDA streams of copies, with waits for values in memory; the driver's functions cost a fraction of
-    torch's. They keep exchanges in order, in a capture too. A replay runs on other streams: it waits for the
-    exchanges before it, and those after it wait for it.
+    """Two CUDA streams of copies, one a direction, with waits for values in memory.
 
-    Raises: HostMemoryError: the driver does not know such waits.
+    The driver's functions are called directly: they cost the host a fraction of torch's. The streams keep
+    exchanges in order, in a capture too. A replay runs on other streams: it waits for the exchanges before it,
+    and those after it wait for it.
+
+    Args:
+        pinned: address of the memory that is registered and copied through.
+        size: its bytes.
+
+    Raises:
+        HostMemoryError: the driver does not know such waits, or cannot register the memory.
     """
 
     def __init__(self, pinned: int, size: int) -> None:
@@ -127,25 +182,27 @@ class CopyEngines(GraphObserver[set[int]]):
             if not hasattr(driver, name):
                 raise HostMemoryError(f"the driver has no {name}")
             getattr(driver, name).argtypes = arguments
-        self._context, self._threads = handle(), threading.local()
+        self._context = handle()
+        self._threads = threading.local()
         check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
-        self._queues = tuple(
-            stream.cuda_stream for stream in self._streams
-        )  # to the device, to host memory
-        self.events: list[int] = []  # that nobody waits for
-        self._replayed: int | None = (
-            None  # stream of the last replay, if no exchange has waited for it
-        )
+        # Copies to the device, and copies to host memory: ``Step.sends`` is the index.
+        self._queues = tuple(stream.cuda_stream for stream in self._streams)
+        self.events: list[int] = []
+        """Events that nobody waits for, to be used again."""
+        self._replayed: int | None = None
+        """Stream of the last replay, if no exchange has waited for it."""
         # Not by cudaHostRegister, whose failure torch would find after its next kernel.
-        if failed := driver.cuMemHostRegister_v2(pinned, size, 3):  # portable and mapped
-            raise HostMemoryError(f"cuMemHostRegister failed with error {failed}")
-        self._pinned, mapped = pinned, address()
+        if error := driver.cuMemHostRegister_v2(pinned, size, _PORTABLE_AND_MAPPED):
+            raise HostMemoryError(f"cuMemHostRegister failed with error {error}")
+        self._pinned = pinned
+        mapped = address()
         try:
             check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), pinned, 0))
             self._to_device = mapped.value - pinned
-            for queue in self._queues:  # where the device has no such waits, this says so
-                check(driver.cuStreamWaitValue32_v2(queue, mapped, 0, 1))
+            # Where the device has no such waits, this says so.
+            for queue in self._queues:
+                check(driver.cuStreamWaitValue32_v2(queue, mapped, 0, _UNTIL_EQUAL))
         except HostMemoryError:
             self.close()
             raise
@@ -157,7 +214,8 @@ class CopyEngines(GraphObserver[set[int]]):
 
     def begin(self) -> None:
         """Let both streams wait for what has been launched, and for a replay on another stream."""
-        current, replayed = self._current(), self._replayed
+        current = self._current()
+        replayed = self._replayed
         self._put_after(current, *self._queues)
         if self.captured is None and replayed is not None:
             self._replayed = None
@@ -165,11 +223,15 @@ class CopyEngines(GraphObserver[set[int]]):
                 self._put_after(replayed, *self._queues)
 
     def replaying(self, content: set[int]) -> None:
-        current, replayed = self._current(), self._replayed
-        if replayed != current:
-            for earlier in self._queues if replayed is None else (replayed,):
-                self._put_after(earlier, current)
-            self._replayed = current
+        """Let a graph with exchanges, which is about to be replayed, wait for those before it."""
+        current = self._current()
+        replayed = self._replayed
+        if replayed == current:
+            return
+        # Exchanges since the last replay have waited for it, so the last of both is enough.
+        for earlier in self._queues if replayed is None else (replayed,):
+            self._put_after(earlier, current)
+        self._replayed = current
 
     def _put_after(self, earlier: int, *streams: int) -> None:
         """Let streams wait for what another has been given."""
@@ -179,7 +241,8 @@ class CopyEngines(GraphObserver[set[int]]):
         self.events.append(event)
 
     def _current(self) -> int:
-        """The calling thread's stream. A new thread (autograd's) has no context before torch needs one."""
+        """Return the calling thread's stream, noted in a capture."""
+        # A new thread (autograd's) has no context before torch needs one.
         if not hasattr(self._threads, "ready"):
             check(self._driver.cuCtxSetCurrent(self._context))
             self._threads.ready = True
@@ -189,147 +252,200 @@ class CopyEngines(GraphObserver[set[int]]):
         return stream
 
     def _recorded(self, stream: int) -> int:
+        """Return an event of what a stream has been given so far."""
         if not self.events:
             made = ctypes.c_void_p()
-            check(self._driver.cuEventCreate(ctypes.byref(made), 2))  # without times
+            check(self._driver.cuEventCreate(ctypes.byref(made), _WITHOUT_TIMES))
             self.events.append(made.value or 0)
         event = self.events.pop()
         check(self._driver.cuEventRecord(event, stream))
         return event
 
     def copy(self, step: Step, host: int, device: int, word: int) -> None:
-        """Copy between two addresses as a step says, whose ring has its word at a third."""
-        driver, queue, word = self._driver, self._queues[step.sends], word + self._to_device
-        if step.awaits is not None:  # 1: until the word is equal, 0: until it is not less
-            check(driver.cuStreamWaitValue32_v2(queue, word, step.awaits, int(step.sends)))
+        """Launch a step of an exchange.
+
+        Args:
+            step: which way, how much, and what it waits for.
+            host: address of the ring's slot.
+            device: address of the piece in the device's memory.
+            word: address of the ring's word, in host memory.
+        """
+        driver = self._driver
+        queue = self._queues[step.sends]
+        word += self._to_device
+        if step.awaits is not None:
+            condition = _UNTIL_EQUAL if step.sends else _UNTIL_GREATER_OR_EQUAL
+            check(driver.cuStreamWaitValue32_v2(queue, word, step.awaits, condition))
         if step.sends:
             check(driver.cuMemcpyDtoHAsync_v2(host, device, step.size, queue))
         else:
             check(driver.cuMemcpyHtoDAsync_v2(device, host, step.size, queue))
-        if step.says is not None:  # after the copy
-            check(driver.cuStreamWriteValue32_v2(queue, word, step.says, 0))
+        if step.sets is not None:
+            check(driver.cuStreamWriteValue32_v2(queue, word, step.sets, 0))
 
-    def copy_own(self, to: int, source: int, size: int) -> None:
-        """Copy what stays on the device."""
-        check(self._driver.cuMemcpyDtoDAsync_v2(to, source, size, self._queues[False]))
+    def copy_local(self, target: int, source: int, size: int) -> None:
+        """Copy what stays on the device, from one address to another."""
+        check(self._driver.cuMemcpyDtoDAsync_v2(target, source, size, self._queues[False]))
 
-    def end(self, kept: Any) -> "_UnderWay":
-        """A handle whose ``wait`` lets later work wait for both streams; it keeps ``kept``."""
-        return _UnderWay(
-            self, [self._recorded(queue) for queue in self._queues], self.captured, kept
-        )
+    def end(self, tensors: Any) -> "_UnderWay":
+        """Return a handle whose ``wait`` lets later work wait for both streams; it keeps ``tensors``."""
+        events = [self._recorded(queue) for queue in self._queues]
+        return _UnderWay(self, events, self.captured, tensors)
 
     def let_wait(self, events: list[int], captured: set[int] | None) -> None:
-        """Let the current stream wait for events of a capture (None: of none), which are free then. A capture
-        need not wait for others: the device was idle when it began, and its replays wait."""
+        """Let the current stream wait for events, which are free then.
+
+        Args:
+            events: of the end of an exchange.
+            captured: of the capture in which they were recorded; None: in none.
+        """
         current = self._current()
-        for event in events if captured is self.captured else ():
-            check(self._driver.cuStreamWaitEvent(current, event, 0))
+        # A capture need not wait for others: the device was idle when it began, and its replays wait.
+        if captured is self.captured:
+            for event in events:
+                check(self._driver.cuStreamWaitEvent(current, event, 0))
         self.events += events
         events.clear()
 
 
-def check(failed: int) -> None:
-    """Raise HostMemoryError where a call of the driver has failed."""
-    if failed:
-        raise HostMemoryError(f"a call of the CUDA driver failed with error {failed}")
+def check(error: int) -> None:
+    """Raise HostMemoryError where a call of the driver has returned an error."""
+    if error:
+        raise HostMemoryError(f"a call of the CUDA driver failed with error {error}")
 
 
 class _UnderWay:
-    """The copies of one exchange."""
+    """The copies of one exchange.
+
+    Args:
+        engines: have launched them.
+        events: of their ends.
+        captured: of the capture that they are in; None: in none.
+        tensors: what is copied from and into, kept until somebody waits.
+    """
 
     def __init__(
-        self, engines: CopyEngines, events: list[int], captured: set[int] | None, kept: Any
+        self, engines: CopyEngines, events: list[int], captured: set[int] | None, tensors: Any
     ) -> None:
-        self._engines, self._events, self._captured, self._kept = engines, events, captured, kept
+        self._engines = engines
+        self._events = events
+        self._captured = captured
+        self._tensors = tensors
 
     def wait(self) -> None:
         """Let the current stream wait."""
         self._engines.let_wait(self._events, self._captured)
-        self._kept = None  # what is allocated in its place is used after the events
+        # What is allocated in their place is used on this stream, after the events.
+        self._tensors = None
 
     def __del__(self) -> None:
-        if self._events:  # nobody has waited, but memory that is copied into must not be another's
+        # Where nobody has waited: memory that is copied into must not be another tensor's.
+        if self._events:
             with contextlib.suppress(HostMemoryError):  # at the process's end
                 self.wait()
 
 
 class HostMemory:
-    """Memory that the ranks of a group share, and their exchanges through it, the same in the same order on
-    all. It is 64 MiB at 2 ranks, 192 at 4, 448 at 8, until the process ends. If a rank dies the others'
-    streams wait, until the launcher or a watchdog ends them. Construction is collective, and raises
-    HostMemoryError on every rank."""
+    """Memory that the ranks of a group share, and their exchanges through it.
+
+    All ranks make the same exchanges in the same order. The memory is 64 MiB at 2 ranks, 192 at 4, 448 at 8,
+    until the process ends. If a rank dies the others' streams wait, until the launcher or a watchdog ends
+    them. Construction is collective.
+
+    Args:
+        group: ranks of one host.
+        streams: makes what copies, of the memory's address and size.
+
+    Raises:
+        HostMemoryError: on every rank, where one cannot share the memory.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, streams: Callable[[int, int], Any] = CopyEngines
     ) -> None:
-        self.group, self.rank, self.world = group, group.rank(), group.size()
+        self.group = group
+        self.rank = group.rank()
+        self.world = group.size()
         pairs = self.world * (self.world - 1)
-        self._rings = -(-pairs * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._rings = ceil_div(pairs * _LINE, mmap.PAGESIZE) * mmap.PAGESIZE
+        """Where the first ring begins, behind the words."""
         self._slot = largest(self.world)
         size = self._rings + pairs * SLOTS * self._slot
         self._streams: Any = None
-        path, problem = _create(size) if self.rank == 0 else (None, None)
+        path = problem = None
+        if self.rank == 0:
+            path, problem = _create(size)
         try:
-            self._told(None, self._map(self._told(path, problem)[0], size, streams))
+            paths = self._agreed(path, problem)
+            self._agreed(None, self._map(paths[0], size, streams))
         except BaseException:
             if self._streams is not None:
                 self._streams.close()  # else other memory may come to lie at pinned addresses
             raise
         finally:
+            # All have mapped it, or one never will: the name is not needed any more.
             if path is not None:
                 os.unlink(path)
         _mapped.append(self._memory)
 
     def _map(self, path: str, size: int, streams: Callable[[int, int], CopyEngines]) -> str | None:
-        """Map a file and make the streams; why it cannot be done, or None."""
+        """Map a file and make the streams; return the reason why it cannot be done, or None."""
         try:
             with open(path, "r+b") as file:
-                own = (
-                    (self.world - 1) * SLOTS * self._slot
-                )  # touched first by the sender: near to its device
-                os.posix_fallocate(file.fileno(), self._rings + self.rank * own, own)
+                # Touched first by the sender: near to its device, on a host of several sockets.
+                sent = (self.world - 1) * SLOTS * self._slot
+                os.posix_fallocate(file.fileno(), self._rings + self.rank * sent, sent)
                 self._memory = mmap.mmap(file.fileno(), size)
             self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             self._streams = streams(self._base, size)
-        except Exception as error:  # of any kind: the other ranks wait to be told
-            return str(error) or repr(error)  # other containers of a host have other folders
+        except Exception as error:
+            # Of any kind: the other ranks wait to be told. Other containers of a host have other folders.
+            return str(error) or repr(error)
         return None
 
-    def _told(self, word: str | None, problem: str | None) -> list:
-        """Every rank's word, or HostMemoryError on all if one has a problem. Collective."""
-        views = gather_objects((word, problem), self.group)
-        for rank, (_, problem) in enumerate(views):
+    def _agreed(self, value: str | None, problem: str | None) -> list:
+        """Return every rank's value. Collective; HostMemoryError on all if one has a problem."""
+        answers = gather_objects((value, problem), self.group)
+        for rank, (_, problem) in enumerate(answers):
             if problem:
                 raise HostMemoryError(f"rank {rank}: {problem}")
-        return [word for word, _ in views]
+        return [value for value, _ in answers]
 
     def exchange(
-        self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], kept: Any
+        self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], tensors: Any
     ) -> Any:
-        """Start to send ``sends[r]`` to rank r and to fill ``receives[r]`` from it, parts of ``kept``; a
-        handle, whose ``wait`` lets later work wait for it. What is sent must not change before."""
-        streams, own = self._streams, self.rank
+        """Start an exchange between all ranks.
+
+        Args:
+            sends: the bytes for each rank, in this device's memory; they must not change before the end.
+            receives: where the bytes from each rank go.
+            tensors: what both are parts of, kept until the end.
+
+        Returns: a handle whose ``wait`` lets later work wait for the exchange.
+        """
+        streams = self._streams
+        rank = self.rank
         streams.begin()
-        if sends[own].size:
-            streams.copy_own(receives[own].address, sends[own].address, sends[own].size)
-        sizes = (tuple(part.size for part in parts) for parts in (sends, receives))
-        for step in steps(own, *sizes):
+        if sends[rank].size:
+            streams.copy_local(receives[rank].address, sends[rank].address, sends[rank].size)
+        send_bytes = tuple(part.size for part in sends)
+        recv_bytes = tuple(part.size for part in receives)
+        for step in steps(rank, send_bytes, recv_bytes):
             host = self._base + self._rings + (step.ring * SLOTS + step.slot) * self._slot
             device = (sends if step.sends else receives)[step.peer].address + step.offset
             streams.copy(step, host, device, self._base + step.ring * _LINE)
-        return streams.end(kept)
+        return streams.end(tensors)
 
 
 def _create(size: int) -> tuple[str | None, str | None]:
-    """A new file of zeros and its path, or the reason why there is none."""
+    """Make a new file of zeros; return its path and None, or None and the reason why there is none."""
     try:
         room = os.statvfs(_FOLDER)
         free = room.f_bavail * room.f_frsize
         if room.f_blocks and free < 2 * size:  # no blocks: without a limit
             return None, (
-                f"{-(-size >> 20)} MiB of {_FOLDER} and as many for NCCL and data loaders are needed, "
-                f"{free >> 20} are free; give a container more (--shm-size)"
+                f"{ceil_div(size, 1 << 20)} MiB of {_FOLDER} and as many for NCCL and data loaders are "
+                f"needed, {free >> 20} are free; give a container more (--shm-size)"
             )
         with tempfile.NamedTemporaryFile(
             prefix="megatron-taco-", dir=_FOLDER, delete=False

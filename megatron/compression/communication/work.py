@@ -9,8 +9,13 @@ from typing import Any
 class Work:
     """Communication whose first exchange is under way; ``wait`` finishes it.
 
-    ``advance`` moves work of several exchanges on, so that each overlaps with other work: start it, launch a
-    GEMM, advance it, launch another GEMM, wait.
+    Work of several exchanges is a chain: what follows an exchange (``finish``) starts the next one and returns
+    its ``Work``. ``advance`` takes one step along the chain, so that each exchange overlaps with other work.
+    An all-reduce over a codec:
+
+        host        start      GEMM      advance            GEMM       wait
+        link        [ all-to-all       ]                    [ all-gather         ]
+        device      encode                decode, sum, encode          decode
 
     Args:
         pending: the exchange in flight, with a ``wait`` of its own (torch.distributed's, or ours); None when
@@ -22,14 +27,19 @@ class Work:
     def __init__(
         self, pending: Any, finish: Callable[[], Any] | None = None, exchanges: int = 1
     ) -> None:
-        self._pending, self._finish, self._left = pending, finish, exchanges
-        self._done, self._result = False, None
+        # One of two states: under way (pending, finish, exchanges left), or done (result, and nothing else).
+        self._pending = pending
+        self._finish = finish
+        self._exchanges = exchanges
+        self._done = False
+        self._result: Any = None
 
     @classmethod
     def completed(cls, result: Any = None) -> Work:
-        """Work with nothing left to do."""
+        """Return work with nothing left to do."""
         work = cls(None, None, 0)
-        work._done, work._result = True, result
+        work._done = True
+        work._result = result
         return work
 
     @property
@@ -39,8 +49,8 @@ class Work:
 
     @property
     def exchanges(self) -> int:
-        """How many have not been waited for yet; 0 when it is done."""
-        return self._left
+        """Number of exchanges that have not been waited for yet; 0 when it is done."""
+        return self._exchanges
 
     def advance(self) -> None:
         """Wait for the exchange that is in flight and start the next one, if any."""
@@ -48,23 +58,26 @@ class Work:
             return
         if self._pending is not None:
             self._pending.wait()
-        next_one = None if self._finish is None else self._finish()
-        if not isinstance(next_one, Work):
-            self._done, self._result, self._left = True, next_one, 0
-            self._pending = self._finish = None  # nothing is kept alive
-        elif type(next_one) is Work:
-            self._done, self._result = next_one._done, next_one._result
-            self._pending, self._finish, self._left = (
-                next_one._pending,
-                next_one._finish,
-                next_one._left,
-            )
-        else:  # it knows better how to move on
-            self._pending, self._finish, self._left = (
-                None,
-                lambda: _step(next_one),
-                next_one.exchanges,
-            )
+        result = None if self._finish is None else self._finish()
+        if not isinstance(result, Work):
+            self._done = True
+            self._result = result
+            self._exchanges = 0
+            # Nothing is kept alive: both hold tensors.
+            self._pending = None
+            self._finish = None
+        elif type(result) is Work:
+            # This work becomes the next one, whose exchange is in flight: the chain does not grow.
+            self._done = result._done
+            self._result = result._result
+            self._pending = result._pending
+            self._finish = result._finish
+            self._exchanges = result._exchanges
+        else:
+            # A subclass knows better how to move on: each step is left to it.
+            self._pending = None
+            self._finish = lambda: _step(result)
+            self._exchanges = result.exchanges
 
     def wait(self) -> Any:
         """Complete it and return its result; a second call returns the same."""
@@ -73,18 +86,26 @@ class Work:
         return self._result
 
     def then(self, follow: Callable[[Any], Any]) -> Work:
-        """This work with ``follow(result)`` after its last exchange, whose result is the new result; where it
-        is a ``Work``, that goes on."""
+        """Return this work with ``follow(result)`` after its last exchange.
+
+        What ``follow`` returns is the new result; a ``Work`` goes on as further exchanges.
+        """
         return _Together([self], lambda: follow(self.wait()))
 
 
 def _step(work: Work) -> Any:
+    """Advance ``work``, and return it, or its result when it is done."""
     work.advance()
     return work.wait() if work.done else work
 
 
 class _Together(Work):
-    """Works that move on together, and what follows the last of them."""
+    """Works that move on together, and what follows the last of them.
+
+    Args:
+        works: each ``advance`` moves all of them on, in this order.
+        finish: called when all are done; returns the result, or a ``Work`` that goes on.
+    """
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], Any]) -> None:
         super().__init__(None, finish)
@@ -92,24 +113,39 @@ class _Together(Work):
 
     @property
     def exchanges(self) -> int:
-        return 0 if self._done else max(1, *(work.exchanges for work in self._works))
+        if self._done:
+            return 0
+        # ``finish`` is still to come when all works are done.
+        return max(1, *(work.exchanges for work in self._works))
 
     def advance(self) -> None:
         if self._finish is None:
             return
         for work in self._works:
             work.advance()
-        if all(work.done for work in self._works):
-            self._result = self._finish()
-            if isinstance(self._result, Work):
-                self._works, self._finish = [self._result], self._result.wait
-                return
-            self._done, self._works, self._finish = True, (), None  # nothing is kept alive
+        if not all(work.done for work in self._works):
+            return
+        self._result = self._finish()
+        if isinstance(self._result, Work):
+            self._works = [self._result]
+            self._finish = self._result.wait
+            return
+        self._done = True
+        # Nothing is kept alive.
+        self._works = ()
+        self._finish = None
 
 
 def join(works: Sequence[Work], result: Any = None) -> Work:
-    """Several works as one, whose ``wait`` returns ``result``; each ``advance`` moves all of them on by one
-    exchange, in their order, so that one's kernels overlap with the others' exchanges."""
+    """Return several works as one.
+
+    Each ``advance`` moves all of them on by one exchange, in their order, so that one's kernels overlap with
+    the others' exchanges.
+
+    Args:
+        works: started already.
+        result: what ``wait`` returns.
+    """
     if all(work.done for work in works):
         return Work.completed(result)
     return _Together(works, lambda: result)
