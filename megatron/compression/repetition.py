@@ -43,7 +43,7 @@ class Repetition:
             self._left -= 1
             self._run.overflow.state = State.OFF
             return
-        self._forget = self._run.policy.meter.kept()
+        self._forget = self._run.policy.meter.snapshot()
         self._run.overflow.begin()
 
     def end(self) -> bool:

@@ -120,7 +120,7 @@ def test_measures_once_before_each_log_line() -> None:
     assert not errors.due(*SITE, 9) and errors.due(SITE[0], "tp.backward", 9)
     assert not ErrorMeter().due(*SITE, 0)
     errors.measure(*SITE, 3 * _values(1, GROUP), _codec())
-    forget = errors.kept()
+    forget = errors.snapshot()
     (once,) = errors.rows()
     errors.measure(*SITE, _values(1, GROUP, seed=1), _codec("int4"))
     assert (
