@@ -20,8 +20,8 @@ class Arrived:
     def rank(self) -> int:
         return 0
 
-    def all_to_all(self, rows, to, came) -> tuple[torch.Tensor, None]:
-        assert len(rows) == sum(to) and came == [OWN] * RANKS
+    def all_to_all(self, rows, send_counts, recv_counts) -> tuple[torch.Tensor, None]:
+        assert len(rows) == sum(send_counts) and recv_counts == [OWN] * RANKS
         return self.rows, None
 
 

@@ -1,8 +1,10 @@
 """The collectives, over a codec or without one; each starts communication and returns its ``Work``.
 
-Over a codec every rank, the owner too, decodes the same payload, so all ranks end with the same bits; sums
+Over a codec every rank, the owner too, decodes the same payload, so all ranks end with the same bits. Sums
 run in fp32 in the order of the ranks, so a result does not depend on timing. In exchanges of rows (tokens)
 each row is a payload of its own; ``why_not_rows`` says which codecs cannot.
+
+A payload is uint8 ``[1, bytes]``, or ``[W, bytes]`` with one row a destination. W is the number of ranks.
 """
 
 import contextlib
@@ -19,12 +21,16 @@ from torch.autograd.function import once_differentiable
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.overflow import encode, sum_and_encode
-from megatron.compression.communication.transport import Rows, TorchTransport
+from megatron.compression.communication.transport import RowCounts, TorchTransport
 from megatron.compression.communication.work import Work
+from taco_kernels.common import ceil_div
 
 
 class _Pieces(NamedTuple):
-    """How a tensor is divided into one piece a rank: what depends on its shape alone."""
+    """How an all-reduce divides a tensor into one piece a rank: what depends on its shape alone.
+
+    x of 10 values, 2 ranks, a codec of blocks of 4:   | 0 1 2 3 4 5 6 7 | 8 9 - - - - - - |     6 missing
+    """
 
     codec: Codec
     first: Codec
@@ -37,54 +43,76 @@ class _Pieces(NamedTuple):
     shape: torch.Size
 
 
-_known: dict[tuple[int, torch.Size, int], _Pieces] = {}
-_MOST = 4096
+_pieces_by_shape: dict[tuple[int, torch.Size, int], _Pieces] = {}
+"""By the codec's identity, the tensor's shape and the number of ranks."""
+_MOST_SHAPES = 4096
 
 
 def _pieces(x: Tensor, codec: Codec, ranks: int) -> _Pieces:
-    # By the codec's identity: to hash a dataclass takes as long as the rest. What is kept holds it.
+    # Not by the codec itself: to hash a dataclass takes the host as long as all else here. ``_Pieces`` holds
+    # the codec, so that no other one gets its identity.
     key = id(codec), x.shape, ranks
-    found = _known.get(key)
-    if found is not None:
-        return found
+    pieces = _pieces_by_shape.get(key)
+    if pieces is not None:
+        return pieces
     first, second = codec.hops
     if codec.sees_shape and x.dim() > 1:
         missing = -x.shape[0] % ranks
         shape = torch.Size(((x.shape[0] + missing) // ranks, *x.shape[1:]))
     else:
-        shape = torch.Size((-(-x.numel() // (ranks * codec.block)) * codec.block,))
+        shape = torch.Size((ceil_div(x.numel(), ranks * codec.block) * codec.block,))
         missing = ranks * shape[0] - x.numel()
-    if len(_known) >= _MOST:
-        _known.clear()
-    found = _known[key] = _Pieces(codec, first, second, missing, (ranks, *shape), shape)
-    return found
+    if len(_pieces_by_shape) >= _MOST_SHAPES:
+        _pieces_by_shape.clear()  # shapes that change in every iteration
+    pieces = _Pieces(codec, first, second, missing, (ranks, *shape), shape)
+    _pieces_by_shape[key] = pieces
+    return pieces
 
 
 def _padded(x: Tensor, pieces: _Pieces) -> Tensor:
+    """Return ``x`` with the missing zeros, flat or along its first dimension."""
     if len(pieces.rows) > 2:
         return torch.cat([x, x.new_zeros(pieces.missing, *x.shape[1:])])
     return F.pad(x.reshape(-1), (0, pieces.missing))
 
 
 def cut(x: Tensor, ranks: int, codec: Codec) -> Tensor:
-    """``[ranks, *shape]`` of ``x``'s values in their order, as an all-reduce encodes them."""
+    """Return ``[ranks, *shape]`` of a tensor's values in their order, as an all-reduce encodes them.
+
+    Args:
+        x: any tensor; zeros follow its last value.
+        ranks: number of pieces.
+        codec: pieces are whole blocks of its, or whole tokens where it sees shapes.
+    """
     pieces = _pieces(x, codec, ranks)
     return (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
 
 
 def joined(rows: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor of ``shape`` that ``cut`` made ``rows`` of; a view of them."""
+    """Return the tensor of ``shape`` that ``cut`` made ``rows`` of; a view of them."""
     return rows.reshape(-1)[: shape.numel()].view(shape)
 
 
 def all_reduce(
     x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None
 ) -> Work:
-    """Start to sum ``x`` (any strides; bf16, fp16, fp32) over the ranks, in two exchanges: encode one piece a
-    destination (the codec's first hop), all-to-all, decode + sum + encode the own piece (its second),
-    all-gather, decode. Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each
-    sends all that it has, and the sum is not encoded again. ``wait`` gives the sum, of ``x``'s shape and
-    dtype, in a contiguous ``out`` if given.
+    """Start to sum a tensor over the ranks.
+
+    In two exchanges: each rank owns one piece of the sum.
+
+        encode one piece a destination      all-to-all      decode, sum, encode the sum      all-gather      decode
+        (the codec's first hop)                             (its second hop)
+
+    Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each sends all that it has,
+    and the sum is not encoded again.
+
+    Args:
+        x: this rank's addend, of any strides; bf16, fp16 or fp32. It must not change before the end.
+        codec: encodes addends and sums.
+        transport: carries the payloads.
+        out: contiguous tensor for the sum, which may be ``x``; None: a new one.
+
+    Returns: work whose ``wait`` gives the sum, of ``x``'s shape and dtype.
     """
     ranks = transport.world_size
     if ranks == 1 or x.numel() == 0:
@@ -94,7 +122,10 @@ def all_reduce(
     if ranks == 2 and codec.one_exchange and (x.dim() > 1 or not codec.sees_shape):
         return sum_of_two(x, codec.hops[0], transport, out)
     pieces = _pieces(x, codec, ranks)
-    first, second, shape, dtype = pieces.first, pieces.second, pieces.shape, x.dtype
+    first = pieces.first
+    second = pieces.second
+    shape = pieces.shape
+    dtype = x.dtype
     rows = (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
     if first.lossless:
         first, payloads = encode(first, rows, transport)
@@ -102,36 +133,46 @@ def all_reduce(
         payloads = first.encode(rows)
     received, pending = transport.all_to_all(payloads)
 
-    def sum_own_piece() -> Work:
+    def sum_local_piece() -> Work:
+        addends = received.unsqueeze(1)
         if second.lossless:
-            last, own = sum_and_encode(
-                first, received.unsqueeze(1), shape, dtype, second, transport
-            )
+            decoder, payload = sum_and_encode(first, addends, shape, dtype, second, transport)
         else:
-            last, own = second, first.decode_sum_encode(received.unsqueeze(1), shape, second)
-        gathered, pending = transport.all_gather(own)
+            decoder = second
+            payload = first.decode_sum_encode(addends, shape, second)
+        gathered, pending = transport.all_gather(payload)
 
         def decode() -> Tensor:
-            if not pieces.missing:
-                if out is None:
-                    return last.decode(gathered, shape, dtype).reshape(x.shape)
-                return last.decode_into(gathered, shape, dtype, out.view(pieces.rows)).reshape(
-                    x.shape
-                )
-            total = joined(last.decode(gathered, shape, dtype), x.shape)
-            return total if out is None else out.copy_(total)
+            if pieces.missing:
+                total = joined(decoder.decode(gathered, shape, dtype), x.shape)
+                return total if out is None else out.copy_(total)
+            if out is None:
+                return decoder.decode(gathered, shape, dtype).reshape(x.shape)
+            rows = out.view(pieces.rows)
+            return decoder.decode_into(gathered, shape, dtype, rows).reshape(x.shape)
 
         return Work(pending, decode)
 
-    return Work(pending, sum_own_piece, exchanges=2)
+    return Work(pending, sum_local_piece, exchanges=2)
 
 
 def sum_of_two(
     x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None, scale: float = 1.0
 ) -> Work:
-    """``all_reduce`` between two ranks in one exchange; ``wait`` gives ``scale`` times the sum, in a
-    contiguous ``out`` if given, which may be ``x``."""
-    into, shape, dtype = None if out is None else out[None], x.shape, x.dtype
+    """Start to sum a tensor over two ranks, in one exchange.
+
+    Args:
+        x: this rank's addend.
+        codec: one hop; encodes the addends.
+        transport: carries the payloads.
+        out: contiguous tensor for the sum, which may be ``x``; None: a new one.
+        scale: the sum is multiplied by this.
+
+    Returns: work whose ``wait`` gives ``scale`` times the sum.
+    """
+    into = None if out is None else out[None]
+    shape = x.shape
+    dtype = x.dtype
     if codec.lossless:
         codec, payload = encode(codec, x[None], transport)
     else:
@@ -143,8 +184,19 @@ def sum_of_two(
 def reduce_scatter(
     x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None
 ) -> Work:
-    """Start to sum ``x [W * n, ...]`` over the ranks and keep this rank's slice; the first hop encodes.
-    ``wait`` gives ``[n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
+    """Start to sum a tensor over the ranks and keep this rank's slice.
+
+    Args:
+        x: this rank's addend ``[W * n, ...]``.
+        codec: its first hop encodes one slice a destination.
+        transport: carries the payloads.
+        out: contiguous ``[n, ...]`` for the result; None: a new tensor.
+
+    Returns: work whose ``wait`` gives ``[n, ...]`` of ``x``'s dtype.
+
+    Raises:
+        ValueError: the first dimension does not divide by W.
+    """
     ranks = transport.world_size
     if x.shape[0] % ranks:
         raise ValueError(
@@ -171,8 +223,16 @@ def reduce_scatter(
 def all_gather(
     x: Tensor, codec: Codec, transport: TorchTransport, out: Tensor | None = None
 ) -> Work:
-    """Start to concatenate every rank's ``x [n, ...]``; the second hop encodes. ``wait`` gives
-    ``[W * n, ...]`` of ``x``'s dtype, in a contiguous ``out`` if given."""
+    """Start to concatenate every rank's tensor.
+
+    Args:
+        x: this rank's ``[n, ...]``.
+        codec: its second hop encodes.
+        transport: carries the payloads.
+        out: contiguous ``[W * n, ...]`` for the result; None: a new tensor.
+
+    Returns: work whose ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
+    """
     if transport.world_size == 1 or x.numel() == 0:
         full = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
         return Work.completed(full if out is None else out.copy_(full))
@@ -188,8 +248,18 @@ def all_gather_encoded(
     transport: TorchTransport,
     out: Tensor | None = None,
 ) -> Work:
-    """Start to all-gather a tensor of ``shape`` and ``dtype`` that ``codec`` has encoded as uint8
-    ``[1, bytes]``, into a contiguous ``out [W * n, ...]`` if given."""
+    """Start to concatenate every rank's tensor, which is encoded already.
+
+    Args:
+        payload: this rank's, uint8 ``[1, bytes]``.
+        shape: ``[n, ...]`` of the encoded tensor.
+        dtype: its type.
+        codec: has encoded it.
+        transport: carries the payloads.
+        out: contiguous ``[W * n, ...]`` for the result; None: a new tensor.
+
+    Returns: work whose ``wait`` gives ``[W * n, ...]``.
+    """
     if transport.fuses(codec):
         return transport.fused_all_gather(payload, shape, dtype, codec, out)
     gathered, pending = transport.all_gather(payload)
@@ -202,7 +272,13 @@ def all_gather_encoded(
 
 
 def uncompressed_all_reduce(x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Work:
-    """Start to sum ``x`` over the group in its own dtype, into ``out`` if given, which may be ``x``."""
+    """Start to sum a tensor over the group in its own dtype.
+
+    Args:
+        x: this rank's addend.
+        group: the ranks.
+        out: contiguous tensor for the sum, which may be ``x``; None: a new one.
+    """
     total = x.clone(memory_format=torch.contiguous_format) if out is None else out
     if out is not None and out is not x:
         out.copy_(x)
@@ -212,40 +288,57 @@ def uncompressed_all_reduce(x: Tensor, group: dist.ProcessGroup, out: Tensor | N
 def uncompressed_reduce_scatter(
     x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None
 ) -> Work:
-    """Start to sum ``[W * n, ...]`` over the group in its own dtype and keep this rank's ``[n, ...]``."""
+    """Start to sum a tensor over the group in its own dtype and keep this rank's slice.
+
+    Args:
+        x: this rank's addend ``[W * n, ...]``.
+        group: the ranks.
+        out: contiguous ``[n, ...]`` for the result; None: a new tensor.
+    """
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
     work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
     return Work(work, lambda: shard)
 
 
 def uncompressed_all_gather(x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Work:
-    """Start to gather ``[n, ...]`` of every rank into ``[W * n, ...]``, in ``out`` if given."""
+    """Start to concatenate every rank's tensor.
+
+    Args:
+        x: this rank's ``[n, ...]``.
+        group: the ranks.
+        out: contiguous ``[W * n, ...]`` for the result; None: a new tensor.
+    """
     full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:])) if out is None else out
     work = dist.all_gather_into_tensor(full, x.contiguous(), group=group, async_op=True)
     return Work(work, lambda: full)
 
 
 def fp32_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Work:
-    """Start to sum ``x`` (contiguous; left as it is) over the group in fp32, at the traffic of an all-reduce
-    in its own dtype: an owner adds up a piece in fp32 and rounds the sum once, which is gathered."""
+    """Start to sum a contiguous tensor over the group in fp32; it is left as it is.
+
+    The traffic is that of an all-reduce in its own dtype: each rank adds up one piece in fp32 and rounds the
+    sum once, and the sums are gathered.
+    """
     ranks = group.size()
-    piece = -(-x.numel() // ranks)
+    piece = ceil_div(x.numel(), ranks)
     pieces = F.pad(x.view(-1), (0, ranks * piece - x.numel()))
     received = torch.empty_like(pieces)
     work = dist.all_to_all_single(received, pieces, group=group, async_op=True)
 
-    def sum_own_piece() -> Work:
-        own = sum_in_order(received.view(ranks, piece)).to(x.dtype)
-        gathered = own.new_empty(ranks * piece)
-        work = dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+    def sum_local_piece() -> Work:
+        total = sum_in_order(received.view(ranks, piece)).to(x.dtype)
+        gathered = total.new_empty(ranks * piece)
+        work = dist.all_gather_into_tensor(gathered, total, group=group, async_op=True)
         return Work(work, lambda: gathered[: x.numel()].view(x.shape))
 
-    return Work(work, sum_own_piece, exchanges=2)
+    return Work(work, sum_local_piece, exchanges=2)
 
 
 def sum_in_order(rows: Tensor) -> Tensor:
-    """The fp32 sum of ``[W, n]`` over its rows, one after the other. (``torch.sum`` adds in an order that
-    depends on the device, the shape and the number of rows.)"""
+    """Return the fp32 sum of ``[W, n]`` over its rows, one after the other.
+
+    ``torch.sum`` adds in an order that depends on the device, the shape and the number of rows.
+    """
     total = rows[0].float() if rows.dtype != torch.float32 else rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -253,18 +346,40 @@ def sum_in_order(rows: Tensor) -> Tensor:
 
 
 def all_to_all_rows(
-    x: Tensor, codec: Codec | None, transport: TorchTransport, to: Rows, came: Rows
+    x: Tensor,
+    codec: Codec | None,
+    transport: TorchTransport,
+    send_counts: RowCounts,
+    recv_counts: RowCounts,
 ) -> Work:
-    """Start to send ``x [n, values]``, the first ``to[0]`` rows to rank 0 and so on; uncompressed without a
-    codec. ``wait`` gives ``[sum(came), values]`` of ``x``'s dtype, in the order of the senders."""
-    received, pending = transport.all_to_all(encode_rows(x, codec), to, came)
+    """Start to send rows to each rank.
+
+    Args:
+        x: ``[n, values]``, rows for rank 0 first.
+        codec: encodes each row; None: uncompressed.
+        transport: carries them.
+        send_counts: rows for each rank; None: the same number.
+        recv_counts: rows from each rank; None: the same number.
+
+    Returns: work whose ``wait`` gives ``[sum(recv_counts), values]``, in the order of the senders.
+    """
+    received, pending = transport.all_to_all(encode_rows(x, codec), send_counts, recv_counts)
     return Work(pending, lambda: decode_rows(received, x, codec, x.dtype))
 
 
 def all_gather_rows(
     x: Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]
 ) -> Work:
-    """Start to gather ``[sizes[r], values]`` of every rank r; ``wait`` gives ``[sum(sizes), values]``."""
+    """Start to concatenate rows of all ranks.
+
+    Args:
+        x: this rank's ``[sizes[rank], values]``.
+        codec: encodes each row; None: uncompressed.
+        transport: carries them.
+        sizes: rows of each rank.
+
+    Returns: work whose ``wait`` gives ``[sum(sizes), values]``.
+    """
     ranks = transport.world_size
     # An all-gather of unequal parts is one broadcast a rank on NCCL, and refused by gloo.
     payload = encode_rows(x, codec).repeat(ranks, 1)
@@ -275,20 +390,29 @@ def all_gather_rows(
 def reduce_scatter_rows(
     x: Tensor, codec: Codec | None, transport: TorchTransport, sizes: Sequence[int]
 ) -> Work:
-    """Start to sum ``[sum(sizes), values]`` over the ranks, in fp32 in their order, rounded once; ``wait``
-    gives this rank's ``sizes[rank]`` rows."""
-    ranks, own = transport.world_size, sizes[transport.group.rank()]
-    received, pending = transport.all_to_all(encode_rows(x, codec), sizes, [own] * ranks)
+    """Start to sum rows over the ranks, in fp32 in their order, rounded once, and keep this rank's.
+
+    Args:
+        x: this rank's addend ``[sum(sizes), values]``.
+        codec: encodes each row; None: uncompressed.
+        transport: carries them.
+        sizes: rows that each rank keeps.
+
+    Returns: work whose ``wait`` gives ``[sizes[rank], values]``.
+    """
+    ranks = transport.world_size
+    local_rows = sizes[transport.group.rank()]
+    received, pending = transport.all_to_all(encode_rows(x, codec), sizes, [local_rows] * ranks)
 
     def finish() -> Tensor:
         addends = decode_rows(received, x, codec, torch.float32)
-        return sum_in_order(addends.view(ranks, own, *x.shape[1:])).to(x.dtype)
+        return sum_in_order(addends.view(ranks, local_rows, *x.shape[1:])).to(x.dtype)
 
     return Work(pending, finish)
 
 
 def encode_rows(x: Tensor, codec: Codec | None) -> Tensor:
-    """uint8 ``[n, bytes]`` of ``x [n, values]``, which may have no rows; ``x`` itself without a codec."""
+    """Return uint8 ``[n, bytes]`` of ``x [n, values]``, which may have no rows; without a codec ``x``."""
     if codec is None:
         return x.reshape(len(x), x.shape[1:].numel())
     if not len(x):
@@ -297,7 +421,14 @@ def encode_rows(x: Tensor, codec: Codec | None) -> Tensor:
 
 
 def decode_rows(payloads: Tensor, like: Tensor, codec: Codec | None, dtype: torch.dtype) -> Tensor:
-    """``[n, values]`` of uint8 ``[n, bytes]``, which may have no rows; values a row as ``like`` has."""
+    """Return ``[n, values]`` of payloads, which may have no rows.
+
+    Args:
+        payloads: uint8 ``[n, bytes]``; without a codec the values.
+        like: has as many values a row.
+        codec: has encoded them; None: nothing has.
+        dtype: of the result.
+    """
     shape = like.shape[1:]
     if codec is None:
         return payloads.view(len(payloads), *shape).to(dtype)
@@ -307,7 +438,7 @@ def decode_rows(payloads: Tensor, like: Tensor, codec: Codec | None, dtype: torc
 
 
 def why_not_rows(codec: Codec, values: int) -> str | None:
-    """Why a codec cannot send tokens of ``values`` each one by one, each with its own scales, or None."""
+    """Return why a codec cannot send tokens of ``values`` one by one, each with its own scales, or None."""
     another = "but each token goes its own way: choose another codec, such as int8"
     if codec.lossless:
         return f"codes whole messages, which may overflow, {another}"
@@ -315,10 +446,10 @@ def why_not_rows(codec: Codec, values: int) -> str | None:
         return f"looks at all tokens of a message, {another}"
     if values % codec.block:
         fix = "choose another codec"
-        with contextlib.suppress(
-            TypeError, ValueError
-        ):  # no setting of that name, or not that value
-            fix = f"use {dataclasses.replace(cast(Any, codec), group=math.gcd(values, codec.block)).name}"
+        # Where it has no setting of that name, or not that value, there is no better advice.
+        with contextlib.suppress(TypeError, ValueError):
+            smaller = dataclasses.replace(cast(Any, codec), group=math.gcd(values, codec.block))
+            fix = f"use {smaller.name}"
         return (
             f"encodes {codec.block} values together, which do not divide a token's {values}: {fix}"
         )
@@ -326,16 +457,22 @@ def why_not_rows(codec: Codec, values: int) -> str | None:
 
 
 class WithBackward(torch.autograd.Function):
-    """``there`` in the forward, ``back`` for the gradient: most of them communicate."""
+    """A function and what makes the gradient of its input: most of them communicate.
+
+    y = WithBackward.apply(x, function, gradient_function)
+    """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+        ctx,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        gradient_function: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        ctx.back = back
-        return there(x)
+        ctx.gradient_function = gradient_function
+        return function(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        return ctx.back(grad_output), None, None
+        return ctx.gradient_function(grad_output), None, None

@@ -9,9 +9,8 @@ All give the same bits and report the same bytes for the same collective.
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +28,15 @@ from taco_kernels.common.host import host_identity
 
 OnSend = Callable[[str, int], Any]
 """Called with (operation, bytes this rank sends) for every call of the backend."""
-Rows = Sequence[int] | None
+RowCounts = Sequence[int] | None
 """Rows for each rank of the group, or from each; None: the same number."""
-TCP_COMMUNICATORS = 2  # measured: docs/results/collectives.md
+TCP_COMMUNICATORS = 2
+"""One connection does not fill a link of TCP; measured in docs/results/collectives.md."""
 
-_TO_ALL, _GATHER = AllToAllOptions(), AllgatherOptions()
-_TO_ALL.asyncOp = _GATHER.asyncOp = True
+_ALL_TO_ALL = AllToAllOptions()
+_ALL_TO_ALL.asyncOp = True
+_ALL_GATHER = AllgatherOptions()
+_ALL_GATHER.asyncOp = True
 
 
 class TransportError(CompressionConfigError):
@@ -72,7 +74,7 @@ class TorchTransport:
         """Of the run that sends: whether its lossless payloads fit."""
 
     def fuses(self, codec: Codec) -> bool:
-        """Whether the transport does this codec's collectives in whole, by the three methods below."""
+        """Return whether the transport does this codec's collectives in whole, by the three methods below."""
         return False
 
     fused_all_reduce: Callable[..., Work]
@@ -80,58 +82,85 @@ class TorchTransport:
     fused_all_gather: Callable[..., Work]
 
     def all_to_all(
-        self, rows: torch.Tensor, to: Rows = None, came: Rows = None
+        self,
+        rows: torch.Tensor,
+        send_counts: RowCounts = None,
+        recv_counts: RowCounts = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Start to send ``[n, size]`` of any dtype, the first ``to[0]`` rows to rank 0 and so on (None: the
-        same number for all). ``[sum(came), size]``, in the order of the senders once the handle has been
-        waited for."""
+        """Start to send rows to each rank.
+
+        Args:
+            rows: ``[n, size]`` of any dtype, those for rank 0 first.
+            send_counts: rows for each rank; None: the same number.
+            recv_counts: rows from each rank; None: the same number.
+
+        Returns: ``[sum(recv_counts), size]``, in the order of the senders, and a handle; it is filled when the
+            handle has been waited for.
+        """
         rows = rows.contiguous()
-        received = (
-            torch.empty_like(rows) if came is None else rows.new_empty((sum(came), rows.shape[1]))
-        )
+        if recv_counts is None:
+            received = torch.empty_like(rows)
+        else:
+            received = rows.new_empty((sum(recv_counts), rows.shape[1]))
         if self.on_send is not None:
             self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
-        splits = ([], []) if to is None or came is None else (list(came), list(to))
+        outputs: list[int] = []
+        inputs: list[int] = []
+        if send_counts is not None and recv_counts is not None:
+            outputs = list(recv_counts)
+            inputs = list(send_counts)
         if len(self.groups) == 1:
-            return received, self.group.alltoall_base(received, rows, *splits, _TO_ALL)
+            work = self.group.alltoall_base(received, rows, outputs, inputs, _ALL_TO_ALL)
+            return received, work
         return received, self._shared(
-            lambda group, into, part: group.alltoall_base(into, part, *splits, _TO_ALL),
+            lambda group, into, part: group.alltoall_base(into, part, outputs, inputs, _ALL_TO_ALL),
             received,
             rows,
         )
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to gather ``[1, size]`` of every rank into ``[W, size]``."""
+        """Start to gather ``[1, size]`` of every rank into ``[W, size]``, which is returned with a handle."""
         payload = payload.contiguous()
         gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
             self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
         if len(self.groups) == 1:
-            return gathered, self.group._allgather_base(gathered, payload, _GATHER)
+            return gathered, self.group._allgather_base(gathered, payload, _ALL_GATHER)
         return gathered, self._shared(
-            lambda group, into, part: group._allgather_base(into, part, _GATHER), gathered, payload
+            lambda group, into, part: group._allgather_base(into, part, _ALL_GATHER),
+            gathered,
+            payload,
         )
 
     def _shared(
-        self, start: Callable[..., dist.Work], whole: torch.Tensor, x: torch.Tensor
+        self, start: Callable[..., dist.Work], result: torch.Tensor, x: torch.Tensor
     ) -> Work:
-        """``start(group, into, part)`` of a share of the last dimension on each communicator."""
+        """Start an exchange on all communicators, each with a share of the last dimension.
+
+        Args:
+            start: starts one, of (group, its part of the result, its share of ``x``).
+            result: ``[rows, size]``, filled when the work is done.
+            x: ``[n, size]``.
+        """
         shares = [share.contiguous() for share in x.tensor_split(len(self.groups), dim=-1)]
-        parts = [whole.new_empty((len(whole), share.shape[-1])) for share in shares]
-        works = [Work(start(*one)) for one in zip(self.groups, parts, shares, strict=True)]
-        return join(works).then(lambda _: torch.cat(parts, dim=1, out=whole))
+        parts = [result.new_empty((len(result), share.shape[-1])) for share in shares]
+        works = [
+            Work(start(group, part, share))
+            for group, part, share in zip(self.groups, parts, shares, strict=True)
+        ]
+        return join(works).then(lambda _: torch.cat(parts, dim=1, out=result))
 
     def any_rank(self, flag: torch.Tensor) -> bool:
-        """Whether ``flag``, uint8 ``[]``, is set on any rank of the group. Counted; the host waits for it."""
+        """Return whether ``flag``, uint8 ``[]``, is set on any rank. Counted; the host waits for it."""
         return self.any_ranks(flag[None])[0]
 
     def any_ranks(self, flags: torch.Tensor) -> list[bool]:
-        """As ``any_rank`` for each of ``flags``, uint8 ``[n]``, in one reduction."""
-        found = flags.to(torch.int32)
+        """Return which of ``flags``, uint8 ``[n]``, are set on any rank, in one reduction."""
+        largest = flags.to(torch.int32)
         if self.on_send is not None:
-            self.on_send("all_reduce", bytes_sent("all_reduce", found.nbytes, self.world_size))
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return [bool(one) for one in found.tolist()]
+            self.on_send("all_reduce", bytes_sent("all_reduce", largest.nbytes, self.world_size))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(value) for value in largest.tolist()]
 
 
 class HostTransport(TorchTransport):
@@ -147,41 +176,52 @@ class HostTransport(TorchTransport):
         self.memory = memory
 
     def all_to_all(
-        self, rows: torch.Tensor, to: Rows = None, came: Rows = None
+        self,
+        rows: torch.Tensor,
+        send_counts: RowCounts = None,
+        recv_counts: RowCounts = None,
     ) -> tuple[torch.Tensor, Any]:
-        """As over torch.distributed."""
+        """Start to send rows to each rank; arguments and results as over torch.distributed.
+
+        Raises:
+            ValueError: counts that do not add up, which would copy past the tensors.
+        """
         even = [len(rows) // self.world_size] * self.world_size
-        to, came = to or even, came or even
-        if sum(to) != len(rows) or not len(to) == len(came) == self.world_size:
-            raise ValueError(f"splits {to} and {came} of {len(rows)} rows, {self.world_size} ranks")
+        send_counts = send_counts or even
+        recv_counts = recv_counts or even
+        ranks = {len(send_counts), len(recv_counts)}
+        if sum(send_counts) != len(rows) or ranks != {self.world_size}:
+            raise ValueError(
+                f"splits {send_counts} and {recv_counts} of {len(rows)} rows, {self.world_size} ranks"
+            )
         rows = rows.contiguous()
-        received = rows.new_empty((sum(came), rows.shape[1]))
+        received = rows.new_empty((sum(recv_counts), rows.shape[1]))
         if self.on_send is not None:
             self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
-        return received, self.memory.exchange(
-            _parts(rows, to), _parts(received, came), (rows, received)
-        )
+        sends = _parts(rows, send_counts)
+        receives = _parts(received, recv_counts)
+        return received, self.memory.exchange(sends, receives, (rows, received))
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """As over torch.distributed."""
+        """Start to gather payloads; argument and results as over torch.distributed."""
         payload = payload.contiguous()
         gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
             self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
-        own = [DeviceBytes(payload.data_ptr(), payload.nbytes)] * self.world_size
-        return gathered, self.memory.exchange(
-            own, _parts(gathered, [1] * len(own)), (payload, gathered)
-        )
+        sends = [DeviceBytes(payload.data_ptr(), payload.nbytes)] * self.world_size
+        receives = _parts(gathered, [1] * self.world_size)
+        return gathered, self.memory.exchange(sends, receives, (payload, gathered))
 
 
 def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
-    """Where each rank's rows lie."""
-    address, size = rows.data_ptr(), rows.shape[1] * rows.itemsize
-    ends = accumulate(counts, initial=0)
-    return [
-        DeviceBytes(address + end * size, count * size)
-        for end, count in zip(ends, counts, strict=False)
-    ]
+    """Return where each rank's rows lie, ``counts[r]`` of rank r after those of the ranks before."""
+    row_bytes = rows.shape[1] * rows.itemsize
+    parts = []
+    address = rows.data_ptr()
+    for count in counts:
+        parts.append(DeviceBytes(address, count * row_bytes))
+        address += count * row_bytes
+    return parts
 
 
 class SymmetricTransport(TorchTransport):
@@ -200,15 +240,26 @@ class SymmetricTransport(TorchTransport):
         self.symmetric = symmetric
 
     def fuses(self, codec: Codec) -> bool:
-        """The codec says so, of both hops and with the same groups."""
-        configs = (hop.fused_config for hop in codec.hops)
-        first, second = (one and (one.group_size, one.hadamard, one.outliers) for one in configs)
-        return first is not None and first == second
+        """Return whether a kernel encodes both hops: one kernel sums and encodes again in the same groups."""
+        first, second = (hop.fused_config for hop in codec.hops)
+        if first is None or second is None:
+            return False
+        return (
+            first.group_size == second.group_size
+            and first.hadamard == second.hadamard
+            and first.outliers == second.outliers
+        )
 
     def fused_all_reduce(
         self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None
     ) -> Work:
-        """The whole of ``all_reduce``."""
+        """Do ``collectives.all_reduce`` in one kernel.
+
+        Args:
+            x: this rank's addend.
+            codec: ``fuses`` has said yes.
+            out: contiguous tensor for the sum; None: a new one.
+        """
         first, second = (hop.fused_config for hop in codec.hops)
         assert first is not None, "fuses() is asked before"
         out = self.symmetric.all_reduce(
@@ -222,7 +273,13 @@ class SymmetricTransport(TorchTransport):
     def fused_reduce_scatter(
         self, x: torch.Tensor, codec: Codec, out: torch.Tensor | None = None
     ) -> Work:
-        """The whole of ``reduce_scatter``."""
+        """Do ``collectives.reduce_scatter`` in one kernel.
+
+        Args:
+            x: this rank's addend ``[W * n, ...]``.
+            codec: its first hop encodes.
+            out: contiguous ``[n, ...]`` for the result; None: a new tensor.
+        """
         out = self.symmetric.reduce_scatter(x, codec.fused_config, out=out)
         return self._completed(out, x.numel() // self.world_size, all_to_all=codec.fused_config)
 
@@ -234,7 +291,15 @@ class SymmetricTransport(TorchTransport):
         codec: Codec,
         out: torch.Tensor | None = None,
     ) -> Work:
-        """The whole of ``all_gather_encoded``."""
+        """Do ``collectives.all_gather_encoded`` in one kernel.
+
+        Args:
+            payload: uint8 ``[1, bytes]``, encoded already.
+            shape: ``[n, ...]`` of the encoded tensor.
+            dtype: its type.
+            codec: has encoded it.
+            out: contiguous ``[W * n, ...]`` for the result; None: a new tensor.
+        """
         if out is None:
             out = torch.empty(
                 (self.world_size * shape[0], *shape[1:]), dtype=dtype, device=payload.device
@@ -243,7 +308,13 @@ class SymmetricTransport(TorchTransport):
         return self._completed(out, torch.Size(shape).numel(), all_gather=codec.fused_config)
 
     def _completed(self, out: torch.Tensor, numel: int, **exchanges) -> Work:
-        """``out``, after what each exchange of ``numel`` values by its config has stored is reported."""
+        """Report what the kernel has stored in peers' memory, and return work that is done.
+
+        Args:
+            out: the result.
+            numel: values that each rank sends to each other one in an exchange.
+            exchanges: by the name of the operation that it replaces, the config that encodes it.
+        """
         if self.on_send is not None:
             for operation, config in exchanges.items():
                 self.on_send(operation, self.symmetric.stored_bytes(numel, config))
@@ -251,11 +322,16 @@ class SymmetricTransport(TorchTransport):
 
 
 class Transports:
-    """Which transport each process group uses, by ``--compression-transport``; asked for by every site. As
-    many ``communicators`` share each payload over torch.distributed; 0 lets ``prepare`` decide."""
+    """Decides which transport each process group uses; every site asks.
+
+    Args:
+        choice: ``--compression-transport``: auto, collective, symmetric or host.
+        communicators: how many share each payload over torch.distributed; 0: by the links between the ranks.
+    """
 
     def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
-        self.choice, self.communicators = choice, communicators
+        self.choice = choice
+        self.communicators = communicators
         self._memory: dict[dist.ProcessGroup, object | None] = {}
         self._more_groups: dict[dist.ProcessGroup, list[dist.ProcessGroup]] = {}
         self.overflow = Overflow()
@@ -264,13 +340,18 @@ class Transports:
         """Changes where a group may get another transport."""
 
     def prepare(self, groups: Iterable[dist.ProcessGroup], fused: bool = True) -> list[str]:
-        """Decide for this rank's groups and set up their memory. Collective over all ranks of the job;
-        members of a group give it in the same place.
+        """Decide for this rank's groups and set up their memory.
+
+        Collective over all ranks of the job; members of a group give it in the same place.
 
         Args:
+            groups: those that will send payloads.
             fused: whether collectives may be fused kernels over symmetric memory.
-        Returns: A line for the log for each group that has not been decided before.
-        Raises: TransportError: a kind of memory was asked for and is not possible.
+
+        Returns: a line for the log for each group that has not been decided before.
+
+        Raises:
+            TransportError: a kind of memory was asked for and is not possible.
         """
         self.version += 1
         lines: list[str] = []
@@ -280,30 +361,40 @@ class Transports:
             if group in self._memory:
                 continue
             line = self._share_memory(group, fused)
+            # Memory is shared by all; over torch.distributed several communicators may share the payloads.
             count = self.count(group) if self._memory[group] is None else 1
-            wanted += [dist.get_process_group_ranks(group)] * (count - 1)
-            owners += [group] * (count - 1)
-            lines.append(
-                line + (f", a share on each of {count} communicators" if count > 1 else "")
-            )
-        for group, more in zip(owners, new_groups(wanted), strict=True):
+            if count > 1:
+                line += f", a share on each of {count} communicators"
+            lines.append(line)
+            for _ in range(count - 1):
+                wanted.append(dist.get_process_group_ranks(group))
+                owners.append(group)
+        created = new_groups(wanted)
+        assert created is not None, "all ranks of the job call, so they can make groups"
+        for group, more in zip(owners, created, strict=True):
             self._more_groups.setdefault(group, []).append(more)
         return lines
 
     def count(self, group: dist.ProcessGroup) -> int:
-        """How many communicators share a payload over torch.distributed. Collective over the group."""
-        return self.communicators or (TCP_COMMUNICATORS if over_tcp(group) else 1)
+        """Return how many communicators share a payload over torch.distributed. Collective over the group."""
+        if self.communicators:
+            return self.communicators
+        return TCP_COMMUNICATORS if over_tcp(group) else 1
 
     def host_memory(self, group: dist.ProcessGroup) -> tuple[HostMemory | None, str]:
-        """Decide for a group without fused kernels whose caller makes its communicators: the memory, None for
-        torch.distributed, and a line for the log. Collective, once."""
+        """Decide for a group without fused kernels whose caller makes its communicators. Collective, once.
+
+        Returns: the memory, or None for torch.distributed, and a line for the log.
+        """
         line = self._share_memory(group, fused=False)
         memory = self._memory[group]
         return (memory if isinstance(memory, HostMemory) else None), line
 
     def _share_memory(self, group: dist.ProcessGroup, fused: bool) -> str:
-        """Set up what memory the choice and the links allow; a line for the log, or TransportError, the same
-        on every rank of the group."""
+        """Set up what memory the choice and the links allow.
+
+        Returns: a line for the log. It is the same on every rank of the group, as is TransportError.
+        """
         self._memory[group], how = self._memory_of(group, fused)
         if self._memory[group] is not None:
             if self.communicators > 1:
@@ -316,7 +407,7 @@ class Transports:
         return f"payloads travel over torch.distributed ({how})"
 
     def _memory_of(self, group: dist.ProcessGroup, fused: bool) -> tuple[object | None, str]:
-        """The memory and how payloads travel by it, or None and why."""
+        """Return the memory and how payloads travel by it, or None and the reason. Collective."""
         if self.choice == "collective":
             return None, "--compression-transport collective"
         if not torch.cuda.is_available():
@@ -325,34 +416,53 @@ class Transports:
 
         if reason := symmetric_memory.hosts_reason(group):
             return None, reason
+        if self.choice == "host":
+            return self._by_host(group, "--compression-transport host")
         disabled = _disabled(group)
-        no_peers = "NCCL_P2P_DISABLE=1 asks for no peer access" if "P2P" in disabled else None
-        no_peers = no_peers or symmetric_memory.peer_access_reason(group)
-        why = "--compression-transport host"
-        if self.choice != "host":
-            if no_peers is None and fused:
-                try:
-                    memory = symmetric_memory.SymmetricGroup(group)
-                except symmetric_memory.SymmetricMemoryError as error:
-                    return None, str(error)
-                return memory, f"over symmetric memory between {group.size()} ranks of one host"
-            why = no_peers or "no fused kernels for these messages"
-            if self.choice == "symmetric" or no_peers is None:
-                return None, why
-            if "SHM" in disabled:
-                return None, f"{why}, NCCL_SHM_DISABLE=1 for none through host memory"
+        no_peer_access = None
+        if "P2P" in disabled:
+            no_peer_access = "NCCL_P2P_DISABLE=1 asks for no peer access"
+        no_peer_access = no_peer_access or symmetric_memory.peer_access_reason(group)
+        if no_peer_access is None:
+            # Host memory is for ranks without peer access; "host" asks for it anyway.
+            if fused:
+                return self._by_symmetric(group)
+            return None, "no fused kernels for these messages"
+        if self.choice == "symmetric":
+            return None, no_peer_access
+        if "SHM" in disabled:
+            return None, f"{no_peer_access}, NCCL_SHM_DISABLE=1 for none through host memory"
+        return self._by_host(group, no_peer_access)
+
+    def _by_symmetric(self, group: dist.ProcessGroup) -> tuple[object | None, str]:
+        """Set up symmetric memory; results as of ``_memory_of``."""
+        from taco_kernels import symmetric_memory
+
         try:
-            host_memory = HostMemory(group)
+            memory = symmetric_memory.SymmetricGroup(group)
+        except symmetric_memory.SymmetricMemoryError as error:
+            return None, str(error)
+        return memory, f"over symmetric memory between {group.size()} ranks of one host"
+
+    def _by_host(self, group: dist.ProcessGroup, reason: str) -> tuple[object | None, str]:
+        """Set up host memory, which is used for a reason; results as of ``_memory_of``."""
+        try:
+            memory = HostMemory(group)
         except HostMemoryError as error:
-            before = "" if self.choice == "host" else f"{why}; "
-            return None, f"{before}no host memory to share: {error}"
-        return host_memory, f"through host memory between {group.size()} ranks ({why})"
+            problem = f"no host memory to share: {error}"
+            return None, problem if self.choice == "host" else f"{reason}; {problem}"
+        return memory, f"through host memory between {group.size()} ranks ({reason})"
 
     def transport(
         self, group: dist.ProcessGroup, on_send: OnSend | None = None, fused: bool = True
     ) -> TorchTransport:
-        """The transport of a group; torch.distributed where ``prepare`` was not called or found no memory.
-        ``fused`` as there."""
+        """Return the transport of a group: torch.distributed where ``prepare`` was not called or found no memory.
+
+        Args:
+            group: the ranks.
+            on_send: counts; None: nobody does.
+            fused: whether collectives may be fused kernels, as in ``prepare``.
+        """
         memory = self._memory.get(group)
         if isinstance(memory, HostMemory):
             return HostTransport(memory, on_send, self.overflow)
@@ -401,26 +511,39 @@ def _agree_on_names(callers: dist.ProcessGroup) -> bool:
     return len(set(gather_objects(memberships, callers))) == 1
 
 
-def _own_disabled() -> set[str]:
-    return {way for way in ("P2P", "SHM") if os.environ.get(f"NCCL_{way}_DISABLE") == "1"}
+def _locally_disabled() -> set[str]:
+    """Return which of P2P and SHM this rank's NCCL variables switch off."""
+    return {name for name in ("P2P", "SHM") if os.environ.get(f"NCCL_{name}_DISABLE") == "1"}
 
 
 def _disabled(group: dist.ProcessGroup) -> set[str]:
-    """P2P and SHM where NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is 1 on any rank. Collective."""
-    return set().union(*gather_objects(_own_disabled(), group))
+    """Return which of P2P and SHM NCCL's variables switch off on any rank. Collective."""
+    return set().union(*gather_objects(_locally_disabled(), group))
+
+
+class _Links(NamedTuple):
+    """What a rank knows of its links to others."""
+
+    host: str
+    only_sockets: bool
+    """NCCL's variables leave nothing else on a host."""
+    infiniband: bool
 
 
 def over_tcp(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL's links between the ranks of a group are TCP sockets: on several hosts without InfiniBand,
-    and on one host where NCCL's variables leave nothing else. Collective, the same on every rank."""
+    """Return whether NCCL's links between the ranks of a group are TCP sockets.
+
+    They are on several hosts without InfiniBand, and on one host where NCCL's variables leave nothing else.
+    Collective, the same on every rank.
+    """
     if dist.get_backend(group) != "nccl":
         return False
     adapters = Path("/sys/class/infiniband")
-    infiniband = (
-        os.environ.get("NCCL_IB_DISABLE") != "1" and adapters.is_dir() and any(adapters.iterdir())
-    )
-    hosts, sockets, fast = zip(
-        *gather_objects((host_identity(), len(_own_disabled()) == 2, infiniband), group),
-        strict=True,
-    )
-    return not all(fast) and (len(set(hosts)) > 1 or all(sockets))
+    has_adapters = adapters.is_dir() and any(adapters.iterdir())
+    infiniband = has_adapters and os.environ.get("NCCL_IB_DISABLE") != "1"
+    local = _Links(host_identity(), _locally_disabled() == {"P2P", "SHM"}, infiniband)
+    links = gather_objects(local, group)
+    if all(rank.infiniband for rank in links):
+        return False
+    several_hosts = len({rank.host for rank in links}) > 1
+    return several_hosts or all(rank.only_sockets for rank in links)
