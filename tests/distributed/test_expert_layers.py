@@ -165,7 +165,7 @@ def lengths_worker(rank: int, world_size: int, min_mb: float) -> tuple[float, fl
             compression=codec, min_mb=None if codec == "none" else min_mb
         )
         config = CompressionConfig(expert_parallel=experts)
-        compression = attach([model], config, say=lambda line: None)
+        compression = attach([model], config, log=lambda line: None)
         loss = model(**inputs).mean()
         loss.backward()
         losses.append(float(loss.detach()))

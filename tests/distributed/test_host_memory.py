@@ -306,7 +306,7 @@ def data_parallel_worker(rank: int, world: int) -> list[str]:
         ):
             find_topology(dist.group.WORLD, None, Transports("host"))
         far = find_topology(dist.group.WORLD, 1, Transports("host"))
-    assert far.memory is None and not far.way
+    assert far.memory is None and not far.method
     start(rank)
     by_threads = mock.Mock(
         side_effect=lambda group, fused: (HostMemory(group, Threads), "by threads")

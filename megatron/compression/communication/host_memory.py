@@ -115,6 +115,8 @@ def steps(rank: int, send_bytes: tuple[int, ...], recv_bytes: tuple[int, ...]) -
                 slot = number % SLOTS
                 is_first_of_round = slot == 0
                 is_last_of_round = slot == SLOTS - 1 or offset + size == sizes[peer]
+                awaits: int | None
+                sets: int | None
                 if sends:
                     # The sender waits once a round, for an empty ring; then it counts the pieces up.
                     awaits = 0 if is_first_of_round else None

@@ -26,9 +26,10 @@ SITES = ("qkv", "proj", "fc1", "fc2")
 
 @cache
 def site_kind(name: str) -> str | None:
-    """One of SITES of a site's name, such as ``decoder.layers.0.mlp.linear_fc2``; None of another's."""
+    """Return which of SITES a site is, by its name, such as ``decoder.layers.0.mlp.linear_fc2``; None: none."""
     last = name.rpartition(".")[2].removeprefix("linear_")
-    last = "qkv" if last == "self_attention" else last  # the gather of what qkv gives
+    if last == "self_attention":  # the gather of what qkv gives
+        return "qkv"
     return last if last in SITES else None
 
 
@@ -40,13 +41,13 @@ class Choice:
     site: str | None
     """One of SITES; None: any."""
     layers: frozenset[int | str] | None
-    """As in ``Rule``."""
+    """The layers that it is for, as in ``Rule``."""
 
     def names(self, site: str, layer: int | str | None) -> bool:
-        """Whether it is for this site of a layer."""
-        return self.site in (None, site_kind(site)) and (
-            self.layers is None or layer in self.layers
-        )
+        """Return whether it is for this site of a layer."""
+        if self.site is not None and self.site != site_kind(site):
+            return False
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Rule[Encoder]:
     min_bytes: int = 0
     """Smaller messages (uncompressed bytes of the whole tensor) go uncompressed."""
     layers: frozenset[int | str] | None = None
-    """Those that compress: numbers from 0, ``embedding``, ``output``; None for all."""
+    """Layers that compress: numbers from 0, ``embedding``, ``output``; None: all."""
     start_iteration: int = 0
     """The first iteration that compresses, counted from 0."""
     activations: bool = True
@@ -69,16 +70,16 @@ class Rule[Encoder]:
     @cached_property
     def codecs(self) -> tuple[Any, ...]:
         """Every codec that some site uses."""
-        every = (self.codec, *(choice.codec for choice in self.choices))
-        return tuple(codec for codec in every if codec is not None)
+        codecs = [self.codec] + [choice.codec for choice in self.choices]
+        return tuple(codec for codec in codecs if codec is not None)
 
     @cached_property
     def compressed(self) -> Decision:
-        """That ``codec`` encodes a message; made once."""
+        """The decision that ``codec`` encodes a message; made once."""
         return Decision(cast("Codec | None", self.codec), "compressed")
 
     def codec_at(self, site: str, layer: int | str | None) -> "Encoder | Codec | None":
-        """The codec of a site; None: it goes uncompressed."""
+        """Return the codec of a site; None: it goes uncompressed."""
         for choice in self.choices:
             if choice.names(site, layer):
                 return choice.codec
@@ -87,9 +88,18 @@ class Rule[Encoder]:
 
 @dataclass
 class Policy:
-    """Decides for every message of a run, without synchronisation: by the rules of traffic classes, the
-    zero-based training iteration that all ranks are in, and the sites whose error has passed the meter's
-    bound."""
+    """Decides for every message of a run whether a codec encodes it.
+
+    All ranks of a message decide alike without synchronisation, since they know the same: the rules, the
+    message's size over all ranks, the training iteration, and the sites whose error has passed the bound.
+
+    Args:
+        rules: by traffic class; a class without one goes uncompressed.
+        ledger: knows whether an evaluation runs, and whether a CUDA graph is captured.
+        iteration: the training iteration that all ranks are in, counted from 0.
+        validate_uncompressed: ``--validate-uncompressed``.
+        meter: measures errors, and knows the sites past the bound.
+    """
 
     rules: dict[str, Rule]
     ledger: Ledger
@@ -102,25 +112,31 @@ class Policy:
     """Says whether lossless codecs are on. Its ``Run`` replaces it by the run's."""
 
     def rule(self, traffic: str) -> Rule:
-        """The settings of a traffic class."""
+        """Return the settings of a traffic class."""
         return self.rules.get(traffic, _OFF)
 
     def measures(self, site: str, traffic: str) -> bool:
-        """Return whether the error meter measures this message of a site: not in evaluation, nor while a
-        CUDA graph is captured, whose replays would all measure it."""
-        meter, ledger = self.meter, self.ledger
+        """Return whether the error meter measures this message of a site.
+
+        It measures none in evaluation, nor while a CUDA graph is captured, whose replays would all measure it.
+        """
+        meter = self.meter
+        ledger = self.ledger
         if not meter.interval or ledger.evaluating or ledger.captures.captured is not None:
             return False
         return meter.due(site, traffic, self.iteration())
 
     def circumstances(self) -> Hashable:
-        """What decisions and measures depend on besides class, site and size; equal while none changes."""
-        iteration, left_out = self.iteration(), self.left_out
-        return (
-            tuple(iteration >= rule.start_iteration for rule in self.rules.values()),
-            () if left_out is None else tuple(map(left_out, self.rules)),
-            (frozenset(self.meter.tripped), self.meter.interval),
-        )
+        """Return what decisions and measures depend on besides class, site and size.
+
+        It is equal while none of it changes, and a CUDA graph of an iteration stays true that long.
+        """
+        iteration = self.iteration()
+        started = tuple(iteration >= rule.start_iteration for rule in self.rules.values())
+        left_out: tuple[bool, ...] = ()
+        if self.left_out is not None:
+            left_out = tuple(self.left_out(traffic) for traffic in self.rules)
+        return started, left_out, frozenset(self.meter.tripped), self.meter.interval
 
     def decide(
         self,
@@ -129,9 +145,13 @@ class Policy:
         site: str = "",
         layer: int | str | None = None,
     ) -> Decision:
-        """What to do with a message of ``nbytes`` over all ranks (None: its size does not matter).
+        """Return how a message is sent now: with which codec, or without one and why.
 
-        ``layer`` is what ``--tp-compression-layers`` calls the site's layer.
+        Args:
+            traffic: class of the message, one of ``ledger.TRAFFIC``.
+            nbytes: its uncompressed size over all ranks, which all of them know; None: it does not matter.
+            site: name of the site that sends it.
+            layer: what ``--tp-compression-layers`` calls the site's layer.
         """
         rule = self.rules.get(traffic)
         if rule is None or not rule.codecs:
@@ -149,13 +169,13 @@ class Policy:
             return _UNCOMPRESSED["warmup"]
         if nbytes is not None and nbytes < rule.min_bytes:
             return _UNCOMPRESSED["small"]
-        if codec.lossless and self.overflow.turns_off(
-            traffic, capturing=self.ledger.captures.captured is not None
-        ):
-            return _UNCOMPRESSED["overflow"]
+        if codec.lossless:
+            capturing = self.ledger.captures.captured is not None
+            if self.overflow.turns_off(traffic, capturing):
+                return _UNCOMPRESSED["overflow"]
         return rule.compressed if codec is rule.codec else Decision(codec, "compressed")
 
 
 _OFF: Rule[None] = Rule(None)
 _UNCOMPRESSED = {reason: Decision(None, reason) for reason in KINDS}
-"""Made once: a message of a layer asks twice."""
+"""The decisions without a codec, made once: every message asks."""

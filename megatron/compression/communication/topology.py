@@ -18,36 +18,50 @@ from megatron.compression.communication.transport import (
     new_groups,
 )
 
-INTRA, INTER = "intra", "inter"
+INTRA = "intra"
+INTER = "inter"
+"""Links: inside a node, and between nodes."""
 
 
 def group_by_node(node_of_rank: Sequence[int]) -> tuple[int, int] | None:
-    """(nodes, ranks a node) of a group whose member i sits on node ``node_of_rank[i]``; None unless every
-    node holds equally many ranks, one after the other, so that each has one of every other node to pair with.
+    """Return (nodes, ranks a node) of a group whose member i sits on node ``node_of_rank[i]``.
+
+    None unless every node holds equally many ranks, one after the other, so that each rank has one of every
+    other node to pair with.
     """
-    world = len(node_of_rank)
-    local = next((i for i in range(world) if node_of_rank[i] != node_of_rank[0]), world)
+    local = list(node_of_rank).count(node_of_rank[0])
     nodes = node_of_rank[::local]
-    regular = list(node_of_rank) == [node for node in nodes for _ in range(local)]
-    return (len(nodes), local) if regular and len(set(nodes)) == len(nodes) else None
+    expected = [node for node in nodes for _ in range(local)]
+    if list(node_of_rank) != expected or len(set(nodes)) != len(nodes):
+        return None
+    return len(nodes), local
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A data-parallel group as ``nodes`` times ``local`` ranks; rank = node * local + index."""
+    """A data-parallel group as ``nodes`` times ``local`` ranks.
+
+    rank = node * local + index, and with two hops a sum goes over the rows of this matrix, then its columns:
+
+                   index 0    index 1
+        node 0     rank 0     rank 1         intra: the ranks of a row
+        node 1     rank 2     rank 3         inter: the ranks of a column
+    """
 
     group: dist.ProcessGroup
     nodes: int
+    """Number of nodes."""
     local: int
+    """Number of ranks on each."""
     hops: Mapping[str, tuple[dist.ProcessGroup, ...]] = field(default_factory=dict)
     """With two hops: ``intra``, the ranks of this node; ``inter``, those with this rank's index, one a node.
     Several groups of the same ranks share what they send."""
     more: tuple[dist.ProcessGroup, ...] = ()
     """Further groups with the ranks of ``group``, which share what goes to all of them."""
     memory: HostMemory | None = None
-    """For the payloads that stay inside a node. None: they travel over torch.distributed, as what crosses
+    """Carries the payloads that stay inside a node. None: they travel over torch.distributed, as what crosses
     nodes always does."""
-    way: str = ""
+    method: str = ""
     """How payloads travel inside a node and why, for the log."""
     regular: bool = True
     """False: nodes hold different numbers of ranks, and every rank counts as a node of its own."""
@@ -75,68 +89,98 @@ class Topology:
         return self.nodes > 1 and self.local > 1
 
     def split(self, operation: str, sent: int) -> dict[str, int]:
-        """Bytes that one rank sends in a flat collective of the whole group, inside and between nodes: an
-        all-to-all by the number of peers; of a ring's edges one a node leads to another node."""
+        """Divide the bytes that one rank sends in a flat collective of the whole group by link.
+
+        Args:
+            operation: of the collective.
+            sent: bytes that the rank sends.
+        """
         if self.nodes == 1:
             return {INTRA: sent, INTER: 0}
-        if operation == "all_to_all":
+        if operation == "all_to_all":  # as much to each peer
             between = sent * (self.world_size - self.local) // (self.world_size - 1)
-        else:
+        else:  # a ring, of whose edges one a node leads to another node
             between = sent // self.local
         return {INTRA: sent - between, INTER: between}
 
     def record_uncompressed(
         self, ledger: Ledger, traffic: str, kind: str, operation: str, buffer_bytes: int
     ) -> None:
-        """Count a flat uncompressed collective of the group, what crosses nodes separately."""
+        """Count a flat uncompressed collective of the group, by link.
+
+        Args:
+            ledger: counts it.
+            traffic: its class.
+            kind: why it goes uncompressed, one of ``ledger.KINDS``.
+            operation: its name.
+            buffer_bytes: size of its buffer.
+        """
         for link, part in self._parts(operation, buffer_bytes):
             ledger.record(traffic, kind, operation, part, part, link)
 
     def record_plain(self, ledger: Ledger, traffic: str, operation: str, buffer_bytes: int) -> None:
-        """Say what the uncompressed collective would have sent in place of a compressed one."""
+        """Count what an uncompressed collective would have sent in place of a compressed one, by link.
+
+        Args:
+            ledger: counts it.
+            traffic: its class.
+            operation: of the uncompressed collective.
+            buffer_bytes: size of its buffer.
+        """
         for link, part in self._parts(operation, buffer_bytes):
             ledger.record(traffic, "compressed", f"instead_of_{operation}", 0, part, link)
 
     def _parts(self, operation: str, buffer_bytes: int) -> list[tuple[str, int]]:
+        """Return (link, bytes that one rank sends over it) for the links that are used."""
         sent = bytes_sent(operation, buffer_bytes, self.world_size)
         return [(link, part) for link, part in self.split(operation, sent).items() if part]
 
     def transport(self, ledger: Ledger, traffic: str, link: str | None = None) -> TorchTransport:
-        """Payload exchanges counted as compressed, over the whole group or the ranks of a link."""
+        """Return what carries payloads and counts them.
+
+        Args:
+            ledger: counts them, as compressed.
+            traffic: their class.
+            link: of whose ranks; None: of the whole group.
+        """
 
         def count(operation: str, sent: int) -> None:
-            for part, size in (
-                self.split(operation, sent).items() if link is None else ((link, sent),)
-            ):
+            by_link = self.split(operation, sent) if link is None else {link: sent}
+            for name, size in by_link.items():
                 if size:
-                    ledger.record(traffic, "compressed", operation, size, 0, part)
+                    ledger.record(traffic, "compressed", operation, size, 0, name)
 
         return self.transport_over(link, count)
 
     def transport_over(
         self, link: str | None = None, on_send: OnSend | None = None
     ) -> TorchTransport:
-        """As ``transport``, with what counts the bytes."""
-        if self.memory is not None and link == (None if self.nodes == 1 else INTRA):
+        """Return what carries payloads, as ``transport``, with a counter of the caller's."""
+        inside_a_node = link == INTRA if self.nodes > 1 else link is None
+        if self.memory is not None and inside_a_node:
             return HostTransport(self.memory, on_send, self.overflow)
-        group, *more = (self.group, *self.more) if link is None else self.hops[link]
+        if link is None:
+            return TorchTransport(self.group, on_send, self.more, self.overflow)
+        group, *more = self.hops[link]
         return TorchTransport(group, on_send, more, self.overflow)
 
     def describe(self) -> str:
-        """For the log: ranks and nodes, communicators, how payloads travel."""
+        """Return for the log: ranks and nodes, communicators, how payloads travel."""
         if self.world_size == 1:
             return "1 rank on one node"
-        nodes, ranks = self.nodes, f"{self.local} rank{'s' if self.local > 1 else ''}"
-        shape = f"{ranks} on one node" if nodes == 1 else f"{nodes} nodes of {ranks}"
+        ranks = "1 rank" if self.local == 1 else f"{self.local} ranks"
         if not self.regular:
-            shape = (
-                f"{nodes} ranks, unevenly spread over nodes: one exchange, as if each were a node"
-            )
-        shape += f", {1 + len(self.more)} communicators" if self.more else ""
-        way = self.way or "payloads travel over torch.distributed"
+            shape = f"{self.nodes} ranks, unevenly spread over nodes: one exchange, as if each were a node"
+        elif self.nodes == 1:
+            shape = f"{ranks} on one node"
+        else:
+            shape = f"{self.nodes} nodes of {ranks}"
+        if self.more:
+            shape += f", {1 + len(self.more)} communicators"
+        method = self.method or "payloads travel over torch.distributed"
         if self.memory is None or self.nodes == 1:
-            return f"{shape}; {way}"
-        return f"{shape}; inside a node {way}; between nodes over torch.distributed"
+            return f"{shape}; {method}"
+        return f"{shape}; inside a node {method}; between nodes over torch.distributed"
 
 
 def find_topology(
@@ -166,25 +210,40 @@ def find_topology(
     else:
         node_of_rank = [index // node_size for index in range(len(ranks))]
     shape = group_by_node(node_of_rank)
-    nodes, local = shape or (len(ranks), 1)
+    nodes, local = (len(ranks), 1) if shape is None else shape
     node, index = divmod(group.rank(), local)
-    inside = ranks[node * local : (node + 1) * local]
-    between = ranks[index::local]
     two_hops = nodes > 1 and local > 1
-    memory, way = transports.host_memory(group) if nodes == 1 and local > 1 else (None, "")
+    memory, method = None, ""
+    if nodes == 1 and local > 1:
+        memory, method = transports.host_memory(group)
+    # Several communicators share what no memory carries: the only exchange, or the one between nodes.
     count = transports.count(group) if memory is None else 1
-    hops = [inside, between, *[between] * (count - 1)] if two_hops else []
-    created = new_groups(hops + [ranks] * (count - 1), callers)
-    if created is None:
-        way = "one exchange over torch.distributed: these ranks alone cannot make groups of nodes"
-        return Topology(group, len(ranks), 1, way=way, overflow=transports.overflow)
-    by_link: dict[str, tuple[dist.ProcessGroup, ...]] = {}
+    hop_ranks = []
     if two_hops:
-        by_link = {INTRA: (created[0],), INTER: tuple(created[1 : len(hops)])}
-        memory, way = transports.host_memory(created[0])
-    more = tuple(created[len(hops) :])
-    regular = shape is not None
-    return Topology(group, nodes, local, by_link, more, memory, way, regular, transports.overflow)
+        inside = ranks[node * local : (node + 1) * local]
+        between = ranks[index::local]
+        hop_ranks = [inside] + [between] * count
+    created = new_groups(hop_ranks + [ranks] * (count - 1), callers)
+    if created is None:
+        method = (
+            "one exchange over torch.distributed: these ranks alone cannot make groups of nodes"
+        )
+        return Topology(group, len(ranks), 1, method=method, overflow=transports.overflow)
+    hops: dict[str, tuple[dist.ProcessGroup, ...]] = {}
+    if two_hops:
+        hops = {INTRA: (created[0],), INTER: tuple(created[1 : len(hop_ranks)])}
+        memory, method = transports.host_memory(created[0])
+    return Topology(
+        group,
+        nodes,
+        local,
+        hops,
+        more=tuple(created[len(hop_ranks) :]),
+        memory=memory,
+        method=method,
+        regular=shape is not None,
+        overflow=transports.overflow,
+    )
 
 
 def nodes_of(group: dist.ProcessGroup, callers: dist.ProcessGroup | None = None) -> list[int]:
@@ -201,14 +260,25 @@ def nodes_of(group: dist.ProcessGroup, callers: dist.ProcessGroup | None = None)
 
 
 def nodes_by_views(sizes: Sequence[int], hosts: Sequence[str]) -> list[int]:
-    """The node of every rank of the job, by how many ranks each says its own has (0: it does not know); by
-    the hosts' names where nodes would not hold consecutive ranks or one node would be several hosts."""
+    """Return the node of every rank of the job: a number that ranks on one node share.
+
+    By the sizes of nodes, as launchers tell them to ranks; by the hosts' names where a rank does not know its
+    node's size, nodes would not hold consecutive ranks, or one node would be several hosts.
+
+    Args:
+        sizes: for every rank, how many ranks its node has; 0: it does not know.
+        hosts: for every rank, the name of its host.
+    """
     nodes: list[int] = []
+    by_host = [hosts.index(host) for host in hosts]
     while len(nodes) < len(sizes):
-        first, size = len(nodes), sizes[len(nodes)]
-        if not size or list(sizes[first : first + size]) != [size] * min(size, len(sizes) - first):
-            break
-        nodes += [first] * min(size, len(sizes) - first)
-    if len(nodes) < len(sizes) or len(set(zip(nodes, hosts, strict=True))) > len(set(nodes)):
-        return [hosts.index(host) for host in hosts]
-    return nodes
+        first = len(nodes)
+        size = sizes[first]
+        members = list(
+            sizes[first : first + size]
+        )  # fewer at the end: not all of its ranks are in the job
+        if not size or members != [size] * len(members):
+            return by_host
+        nodes += [first] * len(members)
+    several_hosts_a_node = len(set(zip(nodes, hosts, strict=True))) > len(set(nodes))
+    return by_host if several_hosts_a_node else nodes
