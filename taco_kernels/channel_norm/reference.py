@@ -29,9 +29,9 @@ from taco_kernels.taco.layout import CodecConfig
 from taco_kernels.taco.outliers import THRESHOLD
 
 TILE_TOKENS = 128
-"""Tokens whose partial statistics are found together."""
+"""Tokens whose partial statistics are taken together."""
 EQUAL = 2.0**-18
-"""A spread of at most so much of the mean is fp32's rounding of a sum: all values are equal."""
+"""A spread of at most this share of the mean is fp32's rounding of a sum: all values are equal."""
 
 
 @dataclass(frozen=True)
@@ -75,19 +75,19 @@ class ChannelNormLayout:
 
 
 def outlier_tokens(x: torch.Tensor) -> torch.Tensor:
-    """bool ``[tokens, channels]``: what ``statistics`` leaves out of fp32 values."""
-    found = []
+    """bool ``[tokens, channels]``: the values that ``statistics`` leaves out of fp32 values."""
+    outliers = []
     for tile in x.split(TILE_TOKENS):
         distance = (tile - tile.mean(0)).abs()
-        found.append(distance > distance.mean(0) * THRESHOLD)
-    return torch.cat(found)
+        outliers.append(distance > distance.mean(0) * THRESHOLD)
+    return torch.cat(outliers)
 
 
 def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
-    """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares.
+    """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares about them.
 
-    About the means that are sent: where a mean is thousands of times the spread, what its rounding leaves is
-    all that there is. ``robust``: without ``outlier_tokens``, unless the others are EQUAL.
+    The squares are about the means that are sent: where a mean is thousands of times the spread, what its
+    rounding leaves is all that there is. ``robust``: without ``outlier_tokens``, unless the others are EQUAL.
     """
     x = x.float()
     if robust:
@@ -97,33 +97,54 @@ def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
         variance = (x - mean).square().masked_fill(left_out, 0.0).sum(0) / count
     else:
         variance, mean = torch.var_mean(x, dim=0, correction=0)
-    sent = mean.bfloat16()
-    rms = (variance + (mean - sent.float()).square()).sqrt().bfloat16()
+    sent_mean = mean.bfloat16()
+    rms = (variance + (mean - sent_mean.float()).square()).sqrt().bfloat16()
     if robust:
-        whole = (x - sent.float()).square().mean(0).sqrt().bfloat16()
-        rms = torch.where(rms.float() <= EQUAL * sent.float().abs(), whole, rms)
-    return torch.stack([sent, rms])
+        rms_of_all = (x - sent_mean.float()).square().mean(0).sqrt().bfloat16()
+        is_equal = rms.float() <= EQUAL * sent_mean.float().abs()
+        rms = torch.where(is_equal, rms_of_all, rms)
+    return torch.stack([sent_mean, rms])
 
 
 def inverse(rms: torch.Tensor) -> torch.Tensor:
-    """1 / rms in fp32; 0 for a channel whose values are all alike."""
+    """1 / rms in fp32; 0 for a channel whose values are all equal."""
     return torch.where(rms == 0, 0.0, rms.float().reciprocal())
 
 
 def encode(x: torch.Tensor, layout: ChannelNormLayout) -> torch.Tensor:
-    """uint8 ``[wire_bytes]`` of x ``[tokens, channels]`` (bf16, fp16, fp32; any stride)."""
+    """uint8 ``[wire_bytes]`` of x ``[tokens, channels]`` (bf16, fp16, fp32; any stride).
+
+    Raises:
+        ValueError: x is not of the layout's shape.
+    """
     check_tensor("x", x, x.dtype, (layout.tokens, layout.channels))
-    found = statistics(x, layout.config.outliers)
-    z = (x.float() - found[0].float()) * inverse(found[1])
+    mean_and_rms = statistics(x, layout.config.outliers)
+    mean, rms = mean_and_rms
+    z = (x.float() - mean.float()) * inverse(rms)
     payload = taco.encode(z, layout.config)[0]
-    return torch.cat([payload, found.view(torch.uint8).flatten()])
+    return torch.cat([payload, mean_and_rms.view(torch.uint8).flatten()])
 
 
 def decode(wire: torch.Tensor, layout: ChannelNormLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of encode: ``[tokens, channels]`` in ``dtype``, rounded to it once."""
+    """Inverse of encode, rounded to ``dtype`` once.
+
+    Args:
+        wire: uint8 ``[wire_bytes]``.
+        layout: of the message.
+        dtype: of the result.
+
+    Returns:
+        ``[tokens, channels]``.
+
+    Raises:
+        ValueError: the wire is not of the layout.
+    """
     check_tensor("wire", wire, torch.uint8, (layout.wire_bytes,))
-    found = wire[layout.statistics_at :].clone().view(torch.bfloat16).view(2, -1).float()
+    statistics_bytes = wire[
+        layout.statistics_at :
+    ].clone()  # at an address of its own, to be viewed
+    mean, rms = statistics_bytes.view(torch.bfloat16).view(2, -1).float()
     shape = (layout.tokens, layout.channels)
     payload = wire[None, : layout.statistics_at]
     z = taco.decode(payload, layout.config, shape, torch.float32)
-    return (z * found[1] + found[0]).to(dtype)
+    return (z * rms + mean).to(dtype)

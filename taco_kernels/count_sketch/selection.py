@@ -1,8 +1,16 @@
-"""Which values to send: a threshold a shard, found on the device, that the union of the senders can afford.
+"""Which values to send: a threshold a shard, chosen on the device, that the union of the senders can afford.
 
-Each sender puts a sample of its values into classes of magnitude; the maximum of the classes over the senders
-tells how large the union of every choice would be, and all take the largest share whose union fits the
-sketch. No synchronisation with the host, the same on every device.
+How much larger the union of W senders' largest values is than each sender's share depends on how alike they
+are (TAGC, arXiv 2504.05638). Each sender therefore puts a sample of its values into classes of magnitude
+(``candidates``); the maximum of the classes over the senders tells how large the union of every choice would
+be, and all take the largest share whose union fits the sketch (``choose``). No synchronisation with the host,
+the same on every device.
+
+::
+
+    thresholds     t_0 > t_1 > ... > t_249      t_k keeps keep * 2^(-(249 - k) / 24) of the values
+    class of v     250 - k, where t_k is the first threshold that |v| reaches; 0 if it reaches none
+    union of t_k   samples whose largest class over the senders is 250 - k or more
 """
 
 import functools
@@ -13,10 +21,11 @@ import torch
 CLASSES = 250
 """Candidate shares: ``keep * 2^(-i / 24)``, i from 0 to CLASSES - 1, so down to keep / 1300."""
 STEPS_AN_OCTAVE = 24
+"""Candidate shares from one to half of it."""
 MOST_SAMPLES = 16384
-"""Of those that are sent."""
+"""Most samples of a shard that are sent."""
 MOST_LOCAL_SAMPLES = 65536
-"""Of those that are not."""
+"""Most samples of a shard that are not sent."""
 CONFIDENCE = 3.0
 """Standard deviations of the sampled density that are held back."""
 
@@ -28,37 +37,59 @@ def sample_count(numel: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def sample_positions(numel: int, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64: one position in each of ``count`` <= numel equal strata, scattered to avoid any period."""
-    number = torch.arange(count, dtype=torch.int64)
-    begin, end = number * numel // count, (number + 1) * numel // count
-    scattered = (number * 0x9E3779B1 & 0xFFFFFFFF) >> 8  # multiplicative hashing, 24 bits
+    """int64 ``[count]``: a position in each of ``count`` equal strata, scattered to avoid any period.
+
+    Args:
+        numel: values in the shard.
+        count: samples, at most numel.
+        device: of the result.
+    """
+    stratum = torch.arange(count, dtype=torch.int64)
+    begin = stratum * numel // count
+    end = (stratum + 1) * numel // count
+    scattered = (stratum * 0x9E3779B1 & 0xFFFFFFFF) >> 8  # multiplicative hashing, 24 bits
     return (begin + scattered % (end - begin)).to(device)
 
 
 @functools.lru_cache(maxsize=64)
 def _ranks(numel: int, keep: float, device: torch.device | str) -> torch.Tensor:
-    """int64[CLASSES]: places of the candidates' thresholds among the sorted samples."""
+    """int64[CLASSES]: indices of the candidates' thresholds among the samples in falling order."""
     count = sample_count(numel)
-    shares = [keep * 2 ** (-(CLASSES - 1 - k) / STEPS_AN_OCTAVE) for k in range(CLASSES)]
-    return torch.tensor([max(1, math.floor(share * count)) - 1 for share in shares], device=device)
+    ranks = []
+    for k in range(CLASSES):
+        share = keep * 2 ** (-(CLASSES - 1 - k) / STEPS_AN_OCTAVE)
+        ranks.append(max(1, math.floor(share * count)) - 1)
+    return torch.tensor(ranks, device=device)
 
 
 def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds, fp32 ``[S, CLASSES]``, falling, that keep candidate shares, up to ``keep``, of the rows of
-    x fp32 ``[S, numel]``; and how many of them each sampled value reaches, uint8 ``[S, samples]``."""
-    positions = sample_positions(x.shape[1], sample_count(x.shape[1]), x.device)
-    sample = x[:, positions].abs()
+    """Thresholds that keep candidate shares, up to ``keep``, of the rows of x fp32 ``[S, numel]``.
+
+    Returns:
+        fp32 ``[S, CLASSES]``, falling; uint8 ``[S, samples]``: how many of them each sampled value reaches.
+    """
+    numel = x.shape[1]
+    sample = x[:, sample_positions(numel, sample_count(numel), x.device)].abs()
     ordered = sample.sort(dim=1, descending=True).values
-    thresholds = ordered[:, _ranks(x.shape[1], keep, x.device)]
-    # thresholds fall with their number, so a value reaches all from the first that is not above it
+    thresholds = ordered[:, _ranks(numel, keep, x.device)]
+    # Thresholds fall with their number, so a value reaches all from the first that is not above it.
     first = torch.searchsorted(-thresholds, -sample)
     return thresholds, (CLASSES - first).to(torch.uint8)
 
 
 def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float) -> torch.Tensor:
-    """The thresholds fp32 ``[S]`` of the largest candidate share whose union stays below ``density``, with
-    CONFIDENCE standard deviations of the sampling to spare (else of the smallest), by the senders' maximum of
-    ``candidates``' classes."""
+    """Choose the largest candidate share whose union stays below ``density``.
+
+    CONFIDENCE standard deviations of the sampling are kept to spare; if no candidate fits, it is the smallest.
+
+    Args:
+        thresholds: fp32 ``[S, CLASSES]``, of ``candidates``.
+        union_classes: uint8 ``[S, samples]``, the senders' maximum of ``candidates``' classes.
+        density: share of the values that the union may have, in (0, 1].
+
+    Returns:
+        fp32 ``[S]``: each shard's threshold.
+    """
     shards, samples = union_classes.shape
     counts = torch.zeros((shards, CLASSES + 1), dtype=torch.int64, device=thresholds.device)
     counts.scatter_add_(1, union_classes.long(), torch.ones_like(union_classes, dtype=torch.int64))
@@ -71,11 +102,19 @@ def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float
 
 
 def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
-    """What the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer: fp32 ``[S]``,
-    from a sample, CONFIDENCE standard deviations on the safe side. NaN counts as larger than infinity."""
+    """The magnitude that the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer.
+
+    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything. NaN
+    counts as larger than infinity.
+
+    Returns:
+        fp32 ``[S]``.
+    """
     numel = x.shape[1]
     count = min(numel, MOST_LOCAL_SAMPLES)
-    spread = 0.0 if count == numel else math.sqrt(share * (1 - share) / count)
-    reached = max(1, math.floor((share - CONFIDENCE * spread) * count))
+    deviation = 0.0
+    if count < numel:
+        deviation = math.sqrt(share * (1 - share) / count)
+    reached = max(1, math.floor((share - CONFIDENCE * deviation) * count))
     sample = x[:, sample_positions(numel, count, x.device)].abs()
     return sample.sort(dim=1, descending=True).values[:, reached - 1]

@@ -3,8 +3,16 @@
 A shard of ``numel`` values is rows of ``width`` consecutive values. Row r belongs to block ``r % blocks``
 (interleaved, so that regions of different density mix). A block has three subtables of ``third`` sketch rows;
 element (r, c) is added, with a random sign each, to one cell of every subtable: sketch row h_j(r), column ``c
-^ mask_j(r)``. The masks spread what lies in one column of a weight matrix (an outlier channel) over all
-columns.
+^ mask_j(r)``::
+
+    shard               sketch of a block
+    row r   ..e.. --->  subtable 0, sketch row h_0(r)   ....+e..    column c ^ mask_0(r)
+                        subtable 1, sketch row h_1(r)   .-e.....    column c ^ mask_1(r)
+                        subtable 2, sketch row h_2(r)   ...+e...    column c ^ mask_2(r)
+
+The masks spread what lies in one column of a weight matrix (an outlier channel) over all columns. Decoding
+peels: a cell to which one member was added gives its value; the member is taken out of its two other cells,
+which may leave those with one member, and so on.
 
 The wire of a shard, padded with zeros to a multiple of 64 bytes::
 
@@ -33,11 +41,15 @@ from taco_kernels.common.reference import (
 )
 
 ALIGNMENT = 64
-WIDTHS = (32, 1024)
-"""Fewest and most values a row."""
+"""Bytes: a wire is a multiple of it."""
+LEAST_WIDTH = 32
+"""Fewest values a row, those of a word of the bitmap."""
+MOST_WIDTH = 1024
+"""Most values a row."""
 BLOCK_ROWS = 2048
 """Most rows a block."""
 MAX_SENDERS = 1024
+"""Most wires that are added up."""
 MAX_MANTISSA = 22
 """Most bits of a value on the grid."""
 EXACT_LOAD = 0.77
@@ -48,9 +60,11 @@ COUNT_SHIFT = 20
 STREAM = 0x5E7C
 """Third counter word of the hashes: tells these numbers from others with the same key."""
 HASH_ROUNDS = 6
+"""Rounds of the Feistel network that places rows: each of the three digits moves twice."""
 PHILOX_ROUNDS = 7
 """The fewest that pass BigCrush (Salmon et al., SC'11); ten are the authors' safety margin."""
 _WORD = 0xFFFFFFFF
+"""The bits of a word of 32; Philox's arithmetic is done in int64."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,9 @@ class SketchConfig:
         """Bits of a value on the grid below the largest of its row.
 
         Sums of ``senders`` values stay below 2^24 grid steps, where fp32 is exact, and in a cell's range.
+
+        Raises:
+            ValueError: there are fewer than 1 or more than 1024 senders.
         """
         if not 1 <= senders <= MAX_SENDERS:
             raise ValueError(f"senders={senders} must be from 1 to {MAX_SENDERS}")
@@ -88,8 +105,9 @@ class SketchLayout:
     @cached_property
     def width(self) -> int:
         """Values a row: 1024, halved (to 32) until there are 1024 rows, as hashing needs many."""
-        rows_of_one = self.numel // 1024
-        return min(max(1 << max(rows_of_one.bit_length() - 1, 0), WIDTHS[0]), WIDTHS[1])
+        width_of_1024_rows = self.numel // 1024
+        power_of_two_below = 1 << max(width_of_1024_rows.bit_length() - 1, 0)
+        return min(max(power_of_two_below, LEAST_WIDTH), MOST_WIDTH)
 
     @cached_property
     def rows(self) -> int:
@@ -128,7 +146,7 @@ class SketchLayout:
 
 
 class Decoded(NamedTuple):
-    """What a decode gives."""
+    """Result of a decode."""
 
     values: torch.Tensor
     """fp32[numel]: the sum."""
@@ -144,24 +162,54 @@ def _multiply(constant: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def philox(counter: list[torch.Tensor], key: int) -> list[torch.Tensor]:
-    """Philox-4x32-7: four words (int64 in [0, 2^32)) of the blocks whose four counter words are given."""
+    """Philox-4x32-7 (Salmon et al., SC'11): four random words of each counter.
+
+    Args:
+        counter: four tensors of counter words, int64 in [0, 2^32).
+        key: 64 bits.
+
+    Returns:
+        Four tensors of words, int64 in [0, 2^32).
+    """
     c0, c1, c2, c3 = counter
-    k0, k1 = key & _WORD, key >> 32 & _WORD
+    k0 = key & _WORD
+    k1 = key >> 32 & _WORD
     for _ in range(PHILOX_ROUNDS):
         high0, low0 = _multiply(0xD2511F53, c0)
         high1, low1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+        c0 = high1 ^ c1 ^ k0
+        c1 = low1
+        c2 = high0 ^ c3 ^ k1
+        c3 = low0
+        k0 = (k0 + 0x9E3779B9) & _WORD
+        k1 = (k1 + 0xBB67AE85) & _WORD
     return [c0, c1, c2, c3]
 
 
-@functools.lru_cache(maxsize=64)
-def row_hashes(
-    layout: SketchLayout, seed: int, device: torch.device | str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where rows go, the same on every rank and never sent: (sketch rows, column masks, signs).
+class RowHashes(NamedTuple):
+    """Where the rows of a shard go; each ``[rows, 3]``, a column a subtable."""
 
-    Each is ``[rows, 3]``, a column a subtable: int64, int64 and int32 (+1 or -1).
+    sketch_rows: torch.Tensor
+    """int64: rows of the sketch, counted over all blocks and subtables."""
+    masks: torch.Tensor
+    """int64: what columns are xored with."""
+    signs: torch.Tensor
+    """int32: +1 or -1."""
+
+    def cells_of(self, row: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
+        """int64 ``[n, 3]``: the cells of n elements.
+
+        Args:
+            row: int64 ``[n]``.
+            column: int64 ``[n]``.
+            width: values a row.
+        """
+        return self.sketch_rows[row] * width + (column[:, None] ^ self.masks[row])
+
+
+@functools.lru_cache(maxsize=64)
+def row_hashes(layout: SketchLayout, seed: int, device: torch.device | str = "cpu") -> RowHashes:
+    """Where rows go, the same on every rank and never sent.
 
     Row r is number i = r // blocks of its block. i, written as three digits to the base ``third``, goes
     through a Feistel network: in round k digit k % 3 moves, modulo ``third``, by word * third >> 32, the word
@@ -173,22 +221,34 @@ def row_hashes(
     Masks and signs are bits of the fourth word of the Philox block (r, 0, STREAM, 0): those below ``width``
     are the mask of subtable 0, bits 10-14 and 15-19 what subtables 1 and 2 xor onto that, and bit 20 + j is
     the sign in subtable j (set: minus). An element's three columns lie in the same 32.
+
+    Args:
+        layout: of the shard.
+        seed: key of the hashes, 64 bits.
+        device: of the result.
     """
     row = torch.arange(layout.rows)
-    block, number, third = row % layout.blocks, row // layout.blocks, layout.third
+    block = row % layout.blocks
+    number = row // layout.blocks
+    third = layout.third
     zero = torch.zeros_like(row)
+
     digits = [number % third, number // third % third, number // third**2 % third]
     for k in range(HASH_ROUNDS):
-        moved, d, e = ((k + step) % 3 for step in range(3))
-        word = philox([digits[d] * third + digits[e], block, zero + STREAM + 1 + k, zero], seed)[0]
+        moved = k % 3
+        d = (k + 1) % 3
+        e = (k + 2) % 3
+        counter = [digits[d] * third + digits[e], block, zero + STREAM + 1 + k, zero]
+        word = philox(counter, seed)[0]
         digits[moved] = (digits[moved] + (word * third >> 32)) % third
+    sketch_rows = [(block * 3 + j) * third + digit for j, digit in enumerate(digits)]
+
     word = philox([row, zero, zero + STREAM, zero], seed)[3][:, None]
-    places = torch.stack([(block * 3 + j) * third + digit for j, digit in enumerate(digits)], dim=1)
-    masks = word & (layout.width - 1) ^ torch.cat(
-        [0 * word, word >> 10 & 31, word >> 15 & 31], dim=1
-    )
+    onto_first = torch.cat([0 * word, word >> 10 & 31, word >> 15 & 31], dim=1)
+    masks = word & (layout.width - 1) ^ onto_first
     signs = 1 - (word >> torch.arange(20, 23) & 1) * 2
-    return places.to(device), masks.to(device), signs.int().to(device)
+    sketch_rows = torch.stack(sketch_rows, dim=1)
+    return RowHashes(sketch_rows.to(device), masks.to(device), signs.int().to(device))
 
 
 def _as_rows(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
@@ -198,8 +258,10 @@ def _as_rows(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
 
 
 def row_exponents(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
-    """Biased fp32 exponents of the largest magnitudes of rows of x fp32 ``[S, numel]``: uint8 ``[S, rows]``,
-    255 where a NaN or an infinity is. All senders encode with the maximum of theirs."""
+    """Biased fp32 exponents of the largest magnitudes of rows of x fp32 ``[S, numel]``: uint8 ``[S, rows]``.
+
+    0 for zeros, 255 where a NaN or an infinity is. All senders encode with the maximum of theirs.
+    """
     check_tensor("x", x, torch.float32, (None, layout.numel))
     return (_as_rows(magnitude_bits(x), layout).amax(2) >> 23).to(torch.uint8)
 
@@ -226,11 +288,16 @@ def encode(
     any of a row with exponent 255.
 
     Args:
-        thresholds: fp32 ``[S]``, one a shard.
+        x: fp32 ``[S, numel]``.
+        thresholds: fp32 ``[S]``, a threshold a shard.
         exponents: uint8 ``[S, rows]``, the maximum over the senders of their ``row_exponents``.
+        layout: of a shard.
         senders: how many wires will be added up at most; decides the grid.
         seed: of the hashes, the same for all senders.
         remainder: fp32 ``[S, numel]``, may be x itself: gets x less what was sent, exactly.
+
+    Raises:
+        ValueError: x or exponents are not of the layout, or there are too many senders.
     """
     check_tensor("x", x, torch.float32, (None, layout.numel))
     check_tensor("exponents", exponents, torch.uint8, (None, layout.rows))
@@ -245,18 +312,26 @@ def encode(
     if remainder is not None:
         sent = q * power_of_two(e + 1 - mantissa)[..., None]
         remainder.copy_((values - sent).view(len(x), -1)[:, : layout.numel])
-    places, masks, signs = row_hashes(layout, seed, x.device)
+
+    hashes = row_hashes(layout, seed, x.device)
     columns = torch.arange(layout.width, device=x.device)
     cells = torch.zeros((len(x), layout.cells), dtype=torch.int32, device=x.device)
     cells = cells.view(len(x), -1, layout.width)
-    for place, mask, sign in zip(places.T, masks.T[..., None], signs.T[..., None], strict=True):
-        cells.index_add_(1, place, q.gather(2, (columns ^ mask).expand_as(q)) * sign)
+    for j in range(3):
+        # An xor of columns is its own inverse: sketch column c has the element of column c ^ mask.
+        element = columns ^ hashes.masks[:, j, None]
+        signed = q.gather(2, element.expand_as(q)) * hashes.signs[:, j, None]
+        cells.index_add_(1, hashes.sketch_rows[:, j], signed)
     return pack(cells.flatten(1), bitmap_words((q != 0).flatten(1)), layout)
 
 
 def combine(wires: torch.Tensor, layout: SketchLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of the cells of ``wires`` uint8 ``[W, wire_bytes]``, int32 ``[cells]`` (modulo 2^32; of 16-bit
-    wires the low 16 bits mean something), and the OR of their bitmaps, int32 ``[words]``."""
+    """Add the cells of ``wires`` uint8 ``[W, wire_bytes]`` and OR their bitmaps.
+
+    Returns:
+        Cells int32 ``[cells]`` (modulo 2^32; of 16-bit wires the low 16 bits mean something) and words int32
+        ``[words]``.
+    """
     check_tensor("wires", wires, torch.uint8, (None, layout.wire_bytes))
     dtype = torch.int32 if layout.config.cell_bits == 32 else torch.int16
     split = layout.cells * dtype.itemsize
@@ -266,7 +341,16 @@ def combine(wires: torch.Tensor, layout: SketchLayout) -> tuple[torch.Tensor, to
 
 
 def pack(cells: torch.Tensor, words: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
-    """Wires uint8 ``[..., wire_bytes]`` of cells int32 ``[..., cells]`` and words int32 ``[..., words]``."""
+    """Wires of cells and bitmaps.
+
+    Args:
+        cells: int32 ``[..., cells]``.
+        words: int32 ``[..., words]``.
+        layout: of a shard.
+
+    Returns:
+        uint8 ``[..., wire_bytes]``.
+    """
     if layout.config.cell_bits == 16:
         cells = _wrap16(cells).to(torch.int16)
     wires = torch.cat([cells.view(torch.uint8), words.view(torch.uint8)], dim=-1)
@@ -276,6 +360,11 @@ def pack(cells: torch.Tensor, words: torch.Tensor, layout: SketchLayout) -> torc
 def _wrap16(x: torch.Tensor) -> torch.Tensor:
     """int32 modulo 2^16 in [-2^15, 2^15)."""
     return x << 16 >> 16
+
+
+def _add(table: torch.Tensor, cells: torch.Tensor, amounts: torch.Tensor) -> None:
+    """Add integers [n, 3], or [n, 1], to the cells [n, 3] of a table."""
+    table.scatter_add_(0, cells.flatten(), amounts.expand_as(cells).flatten())
 
 
 def decode(
@@ -292,50 +381,57 @@ def decode(
     When no such cell is left, what remains (none, while the union's density is below about 0.77 / ratio) gets
     the median of its three signed cells. Waits for the host once a round.
 
+    To tell members apart a cell has a key: their count, and the sum of their numbers in the block. It is
+    computed here from the bitmaps, which are sent, and peeled with the cell.
+
     Args:
-        cells, words: int32 ``[cells]`` and ``[words]``, of ``combine``.
-        exponents, senders, seed: as encoded with; uint8 ``[rows]``.
+        cells: int32 ``[cells]``, of ``combine``.
+        words: int32 ``[words]``, of ``combine``.
+        exponents: uint8 ``[rows]``, as encoded with.
+        layout: of the shard.
+        senders: as encoded with.
+        seed: as encoded with.
+
+    Raises:
+        ValueError: there are too many senders.
     """
-    device, width = cells.device, layout.width
-    places, masks, signs = row_hashes(layout, seed, device)
-
-    def cells_of(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """int64 ``[n, 3]``: the cells of n elements."""
-        return places[row] * width + (column[:, None] ^ masks[row])
-
-    def add(table: torch.Tensor, at: torch.Tensor, amounts: torch.Tensor) -> None:
-        """Add integers [n, 3], or [n, 1], to the cells [n, 3]."""
-        table.scatter_add_(0, at.flatten(), amounts.expand_as(at).flatten())
-
+    device = cells.device
+    width = layout.width
+    hashes = row_hashes(layout, seed, device)
     bits = words[:, None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
-    left = bits.view(layout.rows, width).bool()
-    union = left.sum()
-    row, column = left.nonzero(as_tuple=True)
+    unknown = bits.view(layout.rows, width).bool()
+    union = unknown.sum()
+
+    row, column = unknown.nonzero(as_tuple=True)
     cells = cells.clone()
     keys = torch.zeros_like(cells, dtype=torch.int64)
-    add(keys, cells_of(row, column), (1 << COUNT_SHIFT) + (row // layout.blocks)[:, None])
+    member = (1 << COUNT_SHIFT) + (row // layout.blocks)[:, None]
+    _add(keys, hashes.cells_of(row, column, width), member)
+
     q = torch.zeros((layout.rows, width), dtype=torch.int32, device=device)
     subtables = keys.view(layout.blocks, 3, -1)
-    found = True
-    while found:
-        found = False
+    peeled = True
+    while peeled:
+        peeled = False
         for j in range(3):  # one subtable at a time, where no member is met twice
-            block, at = (subtables[:, j] >> COUNT_SHIFT == 1).nonzero(as_tuple=True)
-            found = found or len(at) > 0
-            number = subtables[block, j, at] & (1 << COUNT_SHIFT) - 1
+            block, index = (subtables[:, j] >> COUNT_SHIFT == 1).nonzero(as_tuple=True)
+            peeled = peeled or len(index) > 0
+            number = subtables[block, j, index] & (1 << COUNT_SHIFT) - 1
             row = number * layout.blocks + block
-            column = at % width ^ masks[row, j]
-            value = cells.view_as(subtables)[block, j, at] * signs[row, j]
+            column = index % width ^ hashes.masks[row, j]
+            value = cells.view_as(subtables)[block, j, index] * hashes.signs[row, j]
             q[row, column] = value
-            left[row, column] = False
-            add(keys, cells_of(row, column), -(number + (1 << COUNT_SHIFT))[:, None])
-            add(cells, cells_of(row, column), -value[:, None] * signs[row])
+            unknown[row, column] = False
+            member_cells = hashes.cells_of(row, column, width)
+            _add(keys, member_cells, -(number + (1 << COUNT_SHIFT))[:, None])
+            _add(cells, member_cells, -value[:, None] * hashes.signs[row])
 
-    row, column = left.nonzero(as_tuple=True)
-    estimates = cells[cells_of(row, column)] * signs[row]
+    row, column = unknown.nonzero(as_tuple=True)
+    estimates = cells[hashes.cells_of(row, column, width)] * hashes.signs[row]
     if layout.config.cell_bits == 16:
-        estimates, q = _wrap16(estimates), _wrap16(q)
+        estimates = _wrap16(estimates)
+        q = _wrap16(q)
     q[row, column] = estimates.median(dim=1).values
     steps = grid_steps(exponents, layout.config.mantissa(senders))
     values = (q * steps[:, None]).view(-1)[: layout.numel]
-    return Decoded(values, torch.stack([union, left.sum()]).int())
+    return Decoded(values, torch.stack([union, unknown.sum()]).int())
