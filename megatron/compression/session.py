@@ -168,6 +168,8 @@ class Session:
         arguments = self.host.arguments
         if arguments is not None:
             self.run.session = self
+            # Megatron's loop keeps its arguments, not its session: the run lives as long as they do.
+            running.mark(arguments, self.run)
             self.whole_iterations = graphs.follow(self)
         if self.host.log_interval:
             self._open_report()

@@ -222,9 +222,9 @@ class DataParallelConfig(DimensionConfig):
             self.check_fsdp2()
         elif self.weight_codec is not None:
             _check_weights(args)
-        check_memory(self.compressor, args)
         if self.compressor is not None and self.compressor.has_memory:
             _check_repeatable(self.compressor, args)
+        check_memory(self.compressor, args)
 
     def check_fsdp2(self) -> None:
         """Refuse what cannot encode the weights and gradients that torch's FSDP2 sends.

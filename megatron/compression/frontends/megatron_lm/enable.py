@@ -8,11 +8,8 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from functools import partial
 
-from megatron.training import get_tokenizer
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
-from megatron.training.training import num_floating_point_operations
 
 from megatron import host
 from megatron.compression import flags
@@ -26,7 +23,6 @@ from megatron.compression.frontends.megatron_lm.implementation import (
 )
 from megatron.compression.frontends.megatron_lm.loop import LOG, MegatronLoop
 from megatron.compression.patches import gaps, loop, running, symbols
-from megatron.compression.report import check_report_directory
 from megatron.compression.session import Session
 from megatron.compression.torch_native.spec import apply_native_defaults, block_spec, is_covered
 
@@ -87,25 +83,20 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Sessi
             cannot be written.
     """
     LOG.keep()
-    config = flags.resolve(args)
-    checks.check_evaluation(args)
-    checks.check_vocabulary(args, get_tokenizer().vocab_size)
-    check_report_directory(config.report, args.load is not None)
+    if model_config is not None:
+        complete(model_config, args)
+    host_loop = MegatronLoop(args)
+    config = host_loop.checked_config()
     gaps.use_shipped_helpers()
     gaps.make_torch_adam_resumable()
     gaps.fuse_torch_adam()
-    session = Session(config, MegatronLoop(args)).open()
-    running.mark(
-        args, session.run
-    )  # as long as the arguments live, whether or not the caller keeps it
+    session = Session(config, host_loop).open()
     loop.tell_sessions()
     if config.auto:
-        flops = partial(num_floating_point_operations, args, args.global_batch_size)
-        session.automatic = Automatic(session, flops)
+        session.automatic = Automatic(session, host_loop.flops)
     if model_config is None:
         session.awaits_provided_chunks = True
     else:
-        complete(model_config, args)
         running.mark(model_config, session.run)
         model_config.pre_wrap_hooks.append(session.attach_model)
         model_config.post_wrap_hooks.append(session.attach_wrapped)

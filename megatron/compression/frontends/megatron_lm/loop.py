@@ -3,12 +3,15 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from megatron.training import print_rank_0
+from megatron.training import get_tokenizer, print_rank_0
+from megatron.training.training import num_floating_point_operations
 
 from megatron.compression import flags
 from megatron.compression.caat_net.config import check_checkpoint
+from megatron.compression.config import CompressionConfig
+from megatron.compression.frontends.megatron_lm import checks
 from megatron.compression.names import FLAG_NAMES
-from megatron.compression.report import megatron_seconds, megatron_track
+from megatron.compression.report import check_report_directory, megatron_seconds, megatron_track
 from megatron.compression.session import Host
 
 
@@ -54,6 +57,25 @@ class MegatronLoop(Host):
         self.arguments = args
         self.log_interval = args.log_interval
         self.iteration = self._current_iteration
+
+    def checked_config(self) -> CompressionConfig:
+        """Return what the flags say about compression, once they and Megatron's have been checked.
+
+        Raises:
+            CompressionConfigError: a setting that cannot be honoured.
+            InputError: what would make Megatron's loop fail, data of another tokenizer, or a report's folder
+                that cannot be written.
+        """
+        checks.check_evaluation(self.arguments)
+        checks.check_vocabulary(self.arguments, get_tokenizer().vocab_size)
+        config = flags.resolve(self.arguments)
+        check_report_directory(config.report, self.arguments.load is not None)
+        return config
+
+    def flops(self) -> float:
+        """Return the floating-point operations of an iteration, over all ranks."""
+        samples = self.arguments.global_batch_size
+        return num_floating_point_operations(self.arguments, samples)
 
     def _current_iteration(self) -> int:
         """Return the zero-based iteration, which is known before the first message. A run that only evaluates
