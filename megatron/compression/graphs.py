@@ -7,112 +7,162 @@ A replay sends what its capture sent, so decisions are made before a capture. Gr
 
 from argparse import Namespace
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from megatron.compression.communication.site import Run
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, SettingError, argument
 from megatron.compression.patches import loop, running
 
 if TYPE_CHECKING:
     from megatron.compression.session import Session
 
-FULL = "--cuda-graph-impl full_iteration"
+_IMPL = argument("cuda_graph_impl")
 
 
 def whole_iterations(args: Namespace) -> bool:
-    """Whether a graph holds an iteration's forward and backward passes and the reduction of gradients."""
+    """Return whether a graph holds an iteration's forward and backward passes and the reduction of gradients."""
     return args.cuda_graph_impl == "full_iteration"
 
 
 def by_layer(args: Namespace) -> bool:
-    """Whether graphs hold layers, or parts of them."""
+    """Return whether graphs hold layers, or parts of them."""
     return args.cuda_graph_impl in ("local", "transformer_engine")
 
 
 def _holds_experts(args: Namespace) -> bool:
-    """Whether a graph holds the exchange of experts' tokens."""
+    """Return whether a graph holds the exchange of experts' tokens."""
+    if whole_iterations(args):
+        return True
+    # Modules are enum members, or names; none is given for a graph of the whole layer.
     modules = {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
-    return whole_iterations(args) or (by_layer(args) and (not modules or "moe" in modules))
+    return by_layer(args) and (not modules or "moe" in modules)
 
 
 def held_by_layers(args: Namespace) -> set[str]:
-    """Dimensions whose messages graphs of layers hold."""
-    return {"tensor_parallel", "context_parallel"} | (
-        {"expert_parallel"} if _holds_experts(args) else set()
+    """Return the dimensions whose messages graphs of layers hold."""
+    held = {"tensor_parallel", "context_parallel"}
+    if _holds_experts(args):
+        held.add("expert_parallel")
+    return held
+
+
+def refuse_host_splits(args: Namespace, name: str) -> None:
+    """Refuse a graph that would hold an exchange of as many tokens as the router decides.
+
+    Args:
+        args: Megatron's.
+        name: a reference to the setting that compresses the exchange.
+
+    Raises:
+        SettingError: the sizes of a captured exchange are read by the host.
+    """
+    pads = argument("moe_pad_expert_input_to_capacity")
+    if not _holds_experts(args) or args.moe_pad_expert_input_to_capacity:
+        return
+    fix = f"give {pads}"
+    if not whole_iterations(args):
+        fix += f", or {argument('cuda_graph_modules')} without moe"
+    raise SettingError(
+        "args.cuda_graph_impl",
+        args.cuda_graph_impl,
+        "captures the exchange of experts' tokens, whose sizes the host reads",
+        f"{fix}, or drop {name}",
     )
 
 
-def refuse_host_splits(args: Namespace, flag: str) -> None:
-    """Raises: CompressionConfigError: a graph would hold an exchange of as many tokens as the router says."""
-    if _holds_experts(args) and not args.moe_pad_expert_input_to_capacity:
-        modules = "" if whole_iterations(args) else ", or --cuda-graph-modules without moe"
-        raise CompressionConfigError(
-            f"--cuda-graph-impl {args.cuda_graph_impl} captures the exchange of experts' tokens, whose "
-            f"sizes the host reads; give --moe-pad-expert-input-to-capacity{modules}, or drop {flag}"
-        )
+def refuse_by_layer(args: Namespace, name: str, reason: str) -> None:
+    """Refuse a setting that graphs of layers cannot have.
 
+    Args:
+        args: Megatron's.
+        name: a reference to the setting, with its value where that matters.
+        reason: what the setting does, as a sentence that goes on from its name.
 
-def refuse_by_layer(args: Namespace, flag: str, reason: str) -> None:
-    """Raises: CompressionConfigError: graphs hold layers, which ``flag`` cannot have for a reason."""
+    Raises:
+        CompressionConfigError: graphs hold layers.
+    """
     if by_layer(args):
         raise CompressionConfigError(
-            f"{flag} {reason}, past the graphs of --cuda-graph-impl {args.cuda_graph_impl}; use "
-            f"full_iteration or drop {flag}"
+            f"{name} {reason}, past the graphs of {_IMPL} {args.cuda_graph_impl}; use full_iteration or drop "
+            f"{name}"
         )
 
 
 def refuse_later_decisions(args: Namespace, config: Any) -> None:
-    """Raises: CompressionConfigError: a setting of the ``CompressionConfig`` that graphs of layers would not
-    follow, since they are captured once."""
+    """Refuse what graphs would not follow, since they are captured before it is decided.
+
+    Args:
+        args: Megatron's.
+        config: the ``CompressionConfig``.
+
+    Raises:
+        SettingError: a setting that changes after the capture what is sent.
+    """
     if whole_iterations(args) and config.error_bound and args.log_interval == 1:
-        raise CompressionConfigError(
-            f"--compression-error-bound with --log-interval 1 measures in every iteration, past the graph of "
-            f"{FULL}; raise --log-interval, or drop the bound"
+        interval = argument("log_interval")
+        raise SettingError(
+            "error_bound",
+            None,
+            f"with {interval} 1 measures in every iteration, past the graph of {_IMPL} full_iteration",
+            f"raise {interval}, or drop the bound",
         )
-    parts = {name: getattr(config, name) for name in held_by_layers(args)} if by_layer(args) else {}
-    if not any(
-        one.ranks(args) > 1 and (one.enabled or name in config.auto) for name, one in parts.items()
-    ):
+    if not _layers_compress(args, config):
         return
-    # The iteration that is the policy's when layers are captured: Transformer Engine's before an iteration.
-    eager = args.cuda_graph_warmup_steps if args.cuda_graph_impl == "transformer_engine" else 1
+    # The policy's iteration when layers are captured: Transformer Engine captures before an iteration.
+    captured_at = 1
+    if args.cuda_graph_impl == "transformer_engine":
+        captured_at = max(args.cuda_graph_warmup_steps, 1)
     start = config.start_iteration or 0
-    fix = f"drop one of the two, or use {FULL}"
-    for given, flag, reason in (
-        (
-            start >= max(eager, 1),
-            f"--compression-start-iteration {start}",
-            "begins after the capture",
-        ),
-        (config.error_bound, "--compression-error-bound", "decides after the capture"),
-        (
-            config.validate_uncompressed and args.cuda_graph_impl == "local",
-            "--validate-uncompressed",
-            "sends otherwise in evaluation, which replays training's graphs",
-        ),
-    ):
-        if given:
-            raise CompressionConfigError(
-                f"{flag} {reason}, and a layer is captured once with --cuda-graph-impl "
-                f"{args.cuda_graph_impl}; {fix}"
-            )
+    if start >= captured_at:
+        _refuse_after_capture(args, "start_iteration", start, "begins after the capture")
+    if config.error_bound:
+        _refuse_after_capture(args, "error_bound", None, "decides after the capture")
+    if config.validate_uncompressed and args.cuda_graph_impl == "local":
+        reason = "sends otherwise in evaluation, which replays training's graphs"
+        _refuse_after_capture(args, "validate_uncompressed", None, reason)
+
+
+def _layers_compress(args: Namespace, config: Any) -> bool:
+    """Return whether graphs of layers hold messages that are compressed, or may be."""
+    if not by_layer(args):
+        return False
+    for name in held_by_layers(args):
+        dimension = getattr(config, name)
+        if dimension.ranks(args) > 1 and (dimension.enabled or name in config.auto):
+            return True
+    return False
+
+
+def _refuse_after_capture(args: Namespace, path: str, value: object, reason: str) -> NoReturn:
+    raise SettingError(
+        path,
+        value,
+        f"{reason}, and a layer is captured once with {_IMPL} {args.cuda_graph_impl}",
+        f"drop one of the two, or use {_IMPL} full_iteration",
+    )
 
 
 def lines(args: Namespace, config: Any) -> list[str]:
-    """For the log: what a graph changes in what a run with this ``CompressionConfig`` measures."""
+    """Return for the log what a graph changes in what a run measures.
+
+    Args:
+        args: Megatron's.
+        config: the ``CompressionConfig``.
+    """
     if args.cuda_graph_impl == "none" or not config.enabled:
         return []
     if config.error_bound is not None:
-        often = (
-            "the last iteration of each log interval runs without its CUDA graph, to measure errors"
-        )
-        return [f"{often}, and a graph is captured after it (--log-interval {args.log_interval})"]
-    report = (
-        "what a CUDA graph sends is measured in its first iteration alone, which runs without it"
-    )
-    return [report] if config.report else []
+        return [
+            "the last iteration of each log interval runs without its CUDA graph, to measure errors, and a "
+            f"graph is captured after it (--log-interval {args.log_interval})"
+        ]
+    if config.report:
+        return [
+            "what a CUDA graph sends is measured in its first iteration alone, which runs without it"
+        ]
+    return []
 
 
 def follow(session: "Session") -> "WholeIterations | None":
@@ -122,7 +172,7 @@ def follow(session: "Session") -> "WholeIterations | None":
         What follows graphs of whole iterations; None: the run has none.
 
     Raises:
-        CompressionConfigError: another open session has graphs of whole iterations. megatron-core keeps them
+        SettingError: another open session has graphs of whole iterations. megatron-core keeps them
             on its class, so the two would replay each other's.
     """
     args = session.host.arguments
@@ -132,9 +182,11 @@ def follow(session: "Session") -> "WholeIterations | None":
         return None
     for run in running.open_runs():
         if run is not session.run and getattr(run.session, "whole_iterations", None) is not None:
-            raise CompressionConfigError(
-                f"{FULL} is in use by another model of this process, and megatron-core keeps one set of "
-                "graphs; use --cuda-graph-impl local or none for one of the two"
+            raise SettingError(
+                "args.cuda_graph_impl",
+                "full_iteration",
+                "is in use by another model of this process, and megatron-core keeps one set of graphs",
+                f"use {_IMPL} local or none for one of the two",
             )
     loop.around_whole_iterations()
     return WholeIterations(session.run, session.host.log)
@@ -198,8 +250,11 @@ class WholeIterations:
 
 
 def reset(wrapper: Any) -> None:
-    """Free the graphs of a ``FullCudaGraphWrapper``, those of training and of validation: they share a pool
-    of memory, which is free when none has it. The next passes begin anew with their warm-up steps."""
+    """Free the graphs of a ``FullCudaGraphWrapper``, those of training and of validation.
+
+    They share a pool of memory, which is free when none has it. The next passes begin anew with their warm-up
+    steps.
+    """
     from megatron.core import full_cuda_graph  # settings are read without megatron-core, too
 
     torch.cuda.synchronize()  # the last replay

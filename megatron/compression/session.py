@@ -163,8 +163,7 @@ class Session:
         Raises:
             CompressionConfigError: another open session has CUDA graphs of whole iterations, too.
         """
-        running.open_run(self.run)
-        self.ledger.count_replays()
+        self.run.open()
         arguments = self.host.arguments
         if arguments is not None:
             self.run.session = self
@@ -209,8 +208,7 @@ class Session:
         self.run.session = None
         if self.audit is not None:
             self.audit.abandon()
-        self.ledger.ignore_replays()
-        running.close_run(self.run)
+        self.run.close()
 
     def __enter__(self) -> "Session":
         return self.open()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from taco_kernels.common.graph_events import GraphObserver, observe
+from taco_kernels.common.graph_events import GraphObserver, ignore, observe
 
 
 class Graph:
@@ -67,3 +67,37 @@ def test_a_capture_that_fails_has_ended() -> None:
     with pytest.raises(RuntimeError, match="capture failed"):
         graph.capture_end()
     assert log.captured is None
+
+
+def test_the_class_is_as_it_was_when_nobody_observes() -> None:
+    """After the last of two observers."""
+    names = ("capture_begin", "capture_end", "replay")
+    methods = [getattr(torch.cuda.CUDAGraph, name) for name in names]
+    first, second = Log(list), Log(list)
+    for observer in (first, second):
+        observe(observer)
+    ignore(first)
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    assert first.captured is None and second.captured == []
+    ignore(second)
+    for name, method in zip(names, methods, strict=True):
+        assert getattr(torch.cuda.CUDAGraph, name) is method
+    ignore(second)
+
+
+def test_what_others_have_put_over_ours_is_left_alone(monkeypatch) -> None:
+    log = Log(list)
+    observe(log)
+    ours = torch.cuda.CUDAGraph.replay
+
+    def theirs(graph) -> None:
+        ours(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", theirs)
+    ignore(log)
+    assert torch.cuda.CUDAGraph.replay is theirs
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    graph.replay()
+    assert graph.done[-1] == "replay" and log.captured is None

@@ -284,6 +284,24 @@ def test_what_is_measured_is_said() -> None:
         assert any(line in one for one in resolve(args).describe(args))
 
 
+def test_a_second_run_with_graphs_of_iterations_is_refused() -> None:
+    """megatron-core keeps them on its class; the first may be closed, and then the second may have some."""
+    sessions = []
+    for _ in range(2):
+        run = Run(Policy({}, Ledger()), Ledger())
+        host = SimpleNamespace(arguments=SimpleNamespace(**FULL), log=print)
+        sessions.append(SimpleNamespace(run=run, host=host, whole_iterations=None))
+        run.session = sessions[-1]
+    first, second = sessions
+    running.open_run(first.run)
+    first.whole_iterations = graphs.follow(first)
+    assert first.whole_iterations is not None
+    with pytest.raises(CompressionConfigError, match="--cuda-graph-impl full_iteration .*local"):
+        graphs.follow(second)
+    running.close_run(first.run)
+    assert graphs.follow(second) is not None
+
+
 def test_gradients_that_a_replay_adds_are_waited_for(monkeypatch) -> None:
     """Those of graphs of layers, once an event, before a bucket is reduced compressed."""
     waited = []

@@ -1,5 +1,7 @@
 """Patches refuse unexpected symbols and wrap once; torch's Adam is fused where its parameters are on GPUs."""
 
+import copy
+import gc
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ import pytest
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from megatron.compression.patches import running, symbols
 from megatron.compression.patches.communication import _record_gradient_sync
 from megatron.compression.patches.gaps import fuse, fuse_torch_adam
 from megatron.compression.patches.symbols import PatchError, replace
@@ -123,3 +126,120 @@ def test_fusing_adam_is_put_in_once() -> None:
     original = MegatronOptimizer.__init__.__wrapped__
     fuse_torch_adam()
     assert MegatronOptimizer.__init__.__wrapped__ is original
+
+
+def _twice(original):
+    return lambda self, value: 2 * original(self, value)
+
+
+@pytest.fixture
+def owner():
+    """A class of this test's own, whose function is its own, too; what has been replaced is put back."""
+    yield type("Copy", (), {"double": Owner.double})
+    symbols.take_out()
+
+
+def test_the_original_is_back_when_replacements_are_taken_out(owner) -> None:
+    original = owner.double
+    symbols.replace(owner, "double", ("value",), _plus_one)
+    symbols.take_out()
+    assert owner.double is original
+
+
+def test_a_base_classs_function_is_not_left_in_the_class(owner) -> None:
+    """Else later changes of the base class would not be seen."""
+    derived = type("Derived", (owner,), {})
+    symbols.replace(derived, "double", ("value",), _plus_one)
+    assert derived().double(3) == 7 and owner().double(3) == 6
+    symbols.take_out()
+    assert "double" not in vars(derived)
+
+
+def test_a_static_method_stays_one() -> None:
+    owner = type("Copy", (), {"double": staticmethod(lambda value: 2 * value)})
+    original = vars(owner)["double"]
+    symbols.replace(owner, "double", ("value",), lambda function: lambda value: function(value) + 1)
+    assert owner.double(3) == owner().double(3) == 7
+    symbols.take_out()
+    assert vars(owner)["double"] is original
+
+
+def test_repairs_stay(owner) -> None:
+    symbols.replace(owner, "double", ("value",), _plus_one, lasting=True)
+    symbols.take_out()
+    assert owner().double(3) == 7
+
+
+def test_what_somebody_else_has_wrapped_over_ours_is_left_alone(owner) -> None:
+    """It stays where it is; a later request finds ours below it, and does not wrap once more."""
+    symbols.replace(owner, "double", ("value",), _plus_one)
+    theirs = _twice(owner.double)
+    owner.double = theirs
+    symbols.take_out()
+    assert owner.double is theirs and owner().double(3) == 14
+    symbols.replace(owner, "double", ("value",), _plus_one)
+    assert owner.double is theirs and owner().double(3) == 14
+
+
+def test_what_is_added_to_a_replacement_is_called_once_each(owner) -> None:
+    """And it is forgotten with the replacement."""
+    seen = []
+
+    def noting(original, calls):
+        def wrapper(self, value):
+            for call in calls:
+                call(value)
+            return original(self, value)
+
+        return wrapper
+
+    for _ in range(2):
+        symbols.extend(owner, "double", ("value",), noting, seen.append)
+    assert owner().double(3) == 6 and seen == [3]
+    symbols.take_out()
+    symbols.extend(owner, "double", ("value",), noting, print)
+    owner().double(4)
+    assert seen == [3]
+
+
+class Thing:
+    """What belongs to a run: a chunk, or the run itself."""
+
+    module = None
+
+
+def test_a_run_is_found_by_what_belongs_to_it() -> None:
+    """A chunk, what wraps it, the first of several chunks; a copy of a chunk belongs to nobody."""
+    run, chunk, wrapped = Thing(), Thing(), Thing()
+    wrapped.module = chunk
+    running.claim([chunk], run)
+    assert running.run_of_model(chunk) is running.run_of_model([wrapped, Thing()]) is run
+    assert running.run_of_model(copy.copy(chunk)) is None and running.run_of(Thing()) is None
+    running.close_run(run)
+    assert running.run_of(chunk) is None
+
+
+def test_the_innermost_run_is_at_work() -> None:
+    """An object without a run hides the run around it: what it sends is nobody's."""
+    run = Thing()
+    assert running.current(otherwise="nothing") == "nothing"
+    with running.at_work(run):
+        assert running.current() is run
+        with running.at_work(None):
+            assert running.current(otherwise="nothing") is None
+        assert running.current() is run
+    assert running.current() is None
+
+
+def test_a_run_ends_with_its_model(owner, monkeypatch) -> None:
+    """Nobody has closed it: the last one that is garbage leaves the functions as they were."""
+    monkeypatch.setattr(running, "_open", {})
+    original = owner.double
+    run, chunk = Thing(), Thing()
+    running.claim([chunk], run)
+    symbols.replace(owner, "double", ("value",), _plus_one)
+    del run
+    assert owner.double is not original, "the chunk is there"
+    del chunk
+    gc.collect()
+    assert owner.double is original

@@ -41,6 +41,7 @@ from megatron.compression.communication.overflow import Overflow, encode
 from megatron.compression.communication.policy import Decision, Policy
 from megatron.compression.communication.transport import TorchTransport, Transports
 from megatron.compression.communication.work import Work
+from megatron.compression.patches import running
 
 _COLLECTIVES: dict[str, tuple[Callable[..., Work], Callable[..., Work]]] = {
     "all_reduce": (all_reduce, uncompressed_all_reduce),
@@ -73,6 +74,17 @@ class Run:
         self.policy.overflow = self.overflow
         self.transports.overflow = self.overflow
         wait_at_exit()
+
+    def open(self) -> None:
+        """Begin: functions that are replaced for runs stay replaced, and CUDA graphs are followed. Idempotent."""
+        running.open_run(self)
+        self.ledger.count_replays()
+
+    def close(self) -> None:
+        """End: nothing is marked with the run any more; the last run of a process leaves the functions of
+        other packages as they were."""
+        self.ledger.ignore_replays()
+        running.close_run(self)
 
 
 class Message(Protocol):

@@ -79,7 +79,6 @@ def attach(
         config = DataParallelConfig(compression=reduce or "none", weights=gather or "none")
         config.check_fsdp2()
     ledger = Ledger()
-    ledger.count_replays()
     transports = Transports(communicators=from_environment(COMMUNICATORS) or 0)
     node_size = from_environment(NODE_SIZE)
     policy = Policy(config.rules(start_iteration), ledger)
@@ -90,7 +89,9 @@ def attach(
         log(f"compression: FSDP2: a group is {topology.describe()}")
         return topology
 
-    compression = Fsdp2Compression(model, Run(policy, ledger, transports), topology_of, log)
+    run = Run(policy, ledger, transports)
+    run.open()
+    compression = Fsdp2Compression(model, run, topology_of, log)
     policy.iteration = lambda: compression.iteration
     compression.audit = BackendAudit(ledger, lambda: {"data parallel": [*compression.topologies]})
     compression.audit.start_with_first_forward([model])
@@ -200,7 +201,7 @@ class Fsdp2Compression:
         self._remove_step_hook()
         if self.audit is not None:
             self.audit.abandon()
-        self.run.ledger.ignore_replays()
+        self.run.close()
         _compressed.discard(self)
 
     def weights_changed(self) -> None:
