@@ -296,7 +296,7 @@ def test_a_second_run_with_graphs_of_iterations_is_refused() -> None:
     running.open_run(first.run)
     first.whole_iterations = graphs.follow(first)
     assert first.whole_iterations is not None
-    with pytest.raises(CompressionConfigError, match="--cuda-graph-impl full_iteration .*local"):
+    with pytest.raises(CompressionConfigError, match=r"--cuda-graph-impl full_iteration .*local"):
         graphs.follow(second)
     running.close_run(first.run)
     assert graphs.follow(second) is not None
