@@ -303,7 +303,7 @@ def test_costs_in_loss_are_measured(name):
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
 def test_tables_of_numbers_have_one_a_cell(name):
     for table in tables(REPO / name):
-        for column in ("speed-up", "small, %", "small model, %", "pretrained model, %"):
+        for column in ("speed-up", "cost in loss, %", "small model, %", "pretrained model, %"):
             for row in (row for row in table if column in row):
                 assert len(re.findall(r"\d+\.\d+", row[column].split("(")[0])) <= 1, row
 
