@@ -76,6 +76,7 @@ class Device(NamedTuple):
         """Return a grid of one program a tile, or of as many programs as ``tuning`` says."""
         if self.interpret or not tuning.programs:
             return (tiles,)
+        # Persistent: every program takes several tiles, and fetches the next while it works on one.
         return (min(tiles, tuning.programs * self.multiprocessors),)
 
 

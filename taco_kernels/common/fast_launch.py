@@ -135,6 +135,7 @@ class Launch:
         if compiled is None or self.kernel.pre_run_hooks or _watched():
             self._through_triton(key, tensors, late)
             return
+        # A hit: what Triton would pass to the launcher's C function, with this call's addresses.
         launch, options, fixed, constants, _ = compiled
         launch(
             *self._grid, _current_stream(device), *options, *addresses, *fixed, *late, *constants
@@ -147,12 +148,14 @@ class Launch:
         kernel = self.kernel
         constants = self._check(kernel, len(tensors), late)
         chosen = kernel[self.grid](*tensors, *self.fixed, *late, **self.constants)
+        # Something watches launches, or the key is known: nothing is kept.
         if chosen is None or kernel.pre_run_hooks or _watched() or key in self._compiled:
             return
         from triton.backends.nvidia.driver import CudaLauncher
 
         run = chosen.run
         if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
+            # Scratch memory is allocated by each launch, which only Triton's launcher does.
             self._through_triton_only = True
             return
         # The order of the launcher's C function in Triton 3.6, after grid and stream.
@@ -182,6 +185,7 @@ class Launch:
             raise TypeError(
                 f"{kernel}: no constants for {missing}; constexprs must be the last parameters"
             )
+        # What Triton specialises on by value would need a kernel for each number.
         for parameter, value in zip(kernel.params[first:after], late, strict=True):
             if type(value) is not int or not parameter.do_not_specialize:
                 raise TypeError(
@@ -215,6 +219,7 @@ def start(
         late: integers of this call, of parameters marked ``do_not_specialize``.
         constants: constexpr parameters and compiler options.
     """
+    # By id: hashing a kernel takes long, and kernels live as long as their modules.
     key = (id(kernel), grid, fixed, *constants.values(), *constants)
     launch = _launches.get(key)
     if launch is None:

@@ -46,6 +46,7 @@ def sylvester(C: tl.constexpr, VALUE: tl.constexpr, SHUFFLED: tl.constexpr, dtyp
         SHUFFLED: whether the columns are in the order of ``shuffle``.
         dtype: bf16 or fp16, which holds VALUE exactly.
     """
+    # Sylvester's matrix has -1 where row and column share an odd number of bits.
     row = tl.arange(0, C.POINT)[:, None]
     column = tl.arange(0, C.POINT)[None, :]
     if SHUFFLED and C.POINT >= 64:
@@ -63,6 +64,7 @@ def shuffle(x, C: tl.constexpr):
     stays H when its rows and columns are both shuffled.
     """
     if C.POINT >= 64:
+        # [.., bits 4-5, bits 1-3, bit 0] of a column's number: the first two change places.
         x = tl.permute(tl.reshape(x, [C.R, C.G // 64, 4, 8, 2]), [0, 1, 3, 2, 4])
     return tl.reshape(x, [C.R, C.G])
 
@@ -71,6 +73,7 @@ def shuffle(x, C: tl.constexpr):
 def unshuffle(x, C: tl.constexpr):
     """Inverse of ``shuffle``."""
     if C.POINT >= 64:
+        # And back.
         x = tl.permute(tl.reshape(x, [C.R, C.G // 64, 8, 4, 2]), [0, 1, 3, 2, 4])
     return tl.reshape(x, [C.R, C.G])
 
@@ -83,6 +86,7 @@ def split_bf16(x):
     to infinity.
     """
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    # Exact: high has the same exponent, and what is left of the mantissa fits.
     rest = x - high
     middle = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
@@ -97,8 +101,10 @@ def to_blocks(x, C: tl.constexpr):
     """
     LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
+        # [8 groups, block, ..] becomes [block, 8 groups, ..] inside every 16 rows.
         x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, C.POINT]), [0, 2, 1, 3])
     elif C.BLOCKS == 4:
+        # [R / 8, 8, high bit, low bit, ..] of a block becomes [high bit, R / 8, low bit, 8, ..].
         x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, 2, C.POINT]), [2, 0, 3, 1, 4])
     return tl.reshape(x, [C.R * C.BLOCKS, C.POINT])
 
@@ -108,6 +114,7 @@ def across_blocks(h, C: tl.constexpr):
     """fp32[R, G]: the last butterflies, over the blocks of each group, of rows in the order of to_blocks."""
     LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
+        # One butterfly: the blocks' sum and difference are the group's first and second half.
         low, high = tl.split(tl.permute(tl.reshape(h, [C.R // LOW, 2, LOW, C.POINT]), [0, 2, 3, 1]))
         h = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
     elif C.BLOCKS == 4:
@@ -139,4 +146,5 @@ def transform(x, matrix, C: tl.constexpr):
         h = tl.dot(high, matrix, h)
     else:
         h = tl.dot(x, matrix)
+    # Each row is the transform of a block; groups of several blocks need the stages between them.
     return across_blocks(h, C)

@@ -54,10 +54,13 @@ def fp8_codes(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
         MANTISSA: mantissa bits of the format.
         LOWEST: biased fp32 exponent of the format's smallest normal number.
     """
+    # Below the smallest normal number steps stay as small as its own: subnormal numbers.
     bits = v.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST)
     scale = ((254 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)  # a power of two
+    # Adding MAGIC rounds to an integer in the low mantissa bits, half to even.
     n = (tl.abs(v) * scale + MAGIC).to(tl.int32, bitcast=True) & 0x3FFFFF
+    # n holds the leading 1 of a normal number, too, which adds 1 to the exponent's field.
     return (((exponent - LOWEST) << MANTISSA) + n) | ((bits >> 24) & 0x80)
 
 
@@ -84,6 +87,7 @@ def converted_to_fp8(v, FORMAT: tl.constexpr):
 @triton.jit
 def nearest_fp8(v, C: tl.constexpr):
     """uint8 codes of |v| <= qmax (fp32), rounded to nearest."""
+    # sm_89 by PTX; sm_90 and later by Triton; older devices have no such instruction.
     if C.CONVERTS_BY_HALF:
         codes = converted_to_fp8(v, C.FORMAT)
     elif C.FORMAT == "fp8-e4m3":
@@ -143,6 +147,7 @@ def code_values(codes, dtype: tl.constexpr, C: tl.constexpr):
     """
     if C.FORMAT == "fp8-e4m3":
         if C.HARDWARE_FP8:
+            # Exact: fp16 has more of both exponent and mantissa.
             values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         else:
             # The same fields as fp16, whose exponent's bias is larger by 8.
@@ -193,6 +198,7 @@ def across_chunks(first, N: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
         C: constants of the tile.
     """
     flat = tl.arange(0, C.R * N)
+    # The tile begins with a chunk, so units of the tile count on from that chunk's first.
     chunk = (first // C.ROW).to(tl.int64) + flat // (C.ROW * N)
     return chunk * (C.STRIDE // SIZE) + flat % (C.ROW * N)
 
@@ -212,6 +218,7 @@ def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.cons
     if C.ROW:
         pointers = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
     else:
+        # 64 bits once a tile; inside it 32 are enough.
         pointers = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + tl.arange(
             0, C.R * P // SIZE
         )
@@ -332,6 +339,7 @@ def store_codes(codes, wire, first, groups, C: tl.constexpr):
         groups: of the chunk.
         C: constants of the tile.
     """
+    # The low 4 bits of a code, then the others, in planes one behind the other.
     if C.BITS == 8:
         store_plane(wire, codes, first, groups, C.G, C)
     else:
@@ -539,6 +547,7 @@ def store_integers(codes, wire, first, groups, C: tl.constexpr):
         assembly: tl.constexpr = packing_assembly(C.BITS)
         registers: tl.constexpr = constraints("=r", words_of(C.BITS), 16)
         types: tl.constexpr = repeated(tl.int32, words_of(C.BITS))
+        # One block of PTX for 16 codes of a thread.
         inputs = sixteen_of(codes, C)
         result = tl.inline_asm_elementwise(assembly, registers, inputs, types, True, 1)
         store_words(wire, tl.join(result[0], result[1]), first, groups, C.G // 2, C)
@@ -555,6 +564,7 @@ def store_integers(codes, wire, first, groups, C: tl.constexpr):
 @triton.constexpr_function
 def two_halves(number):
     """Return the bits of two fp16 numbers, both this integer from 1 to 2047."""
+    # An integer below 2^11 fits fp16's mantissa: biased exponent, then what follows the leading 1.
     exponent = number.bit_length() - 1
     return 0x10001 * ((exponent + 15 << 10) + ((number << 10 - exponent) - 1024))
 
@@ -650,6 +660,7 @@ def load_halves(wire, first, groups, C: tl.constexpr):
     assembly: tl.constexpr = unpacking_assembly(C.BITS, C.BEND)
     registers: tl.constexpr = constraints("=h", 16, words_of(C.BITS))
     types: tl.constexpr = repeated(tl.float16, 16)
+    # Registers of 16 codes: four words of bytes, or two of nibbles and one of the bits above them.
     if C.BITS == 8:
         codes = load_words(wire, first, groups, C.G, tl.int32, C)
         inputs = four_of(tl.reshape(codes, [C.R, C.G // 16, 2, 2]))
@@ -739,6 +750,7 @@ def code_under(word, magic, MASK: tl.constexpr, UNIT: tl.constexpr, C: tl.conste
         UNIT: what the lowest of them is worth: 1.0 or 256.0.
         C: constants of the tile.
     """
+    # The code in the mantissa of 2^23, at its place in the word; 2^23 and the bias are subtracted.
     bits = (word & MASK) | magic
     return bits.to(tl.float32, bitcast=True) - (8388608.0 + UNIT * 2.0 ** (C.BITS - 1))
 
@@ -757,6 +769,7 @@ def add_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
         C: constants of the tile.
     """
     step = tl.broadcast_to(step[:, None], [C.R, C.G // 4])
+    # Exact, as are both products: a power of two.
     small = step * (1.0 / 256.0)
     t0 = tl.fma(code_under(words, magic, 0xFF, 1.0, C), step, t0)
     t1 = tl.fma(code_under(words, magic, 0xFF00, 256.0, C), small, t1)
@@ -777,5 +790,6 @@ def load_singles(wire, first, groups, C: tl.constexpr):
         C: constants of the tile.
     """
     words = load_code_words(wire, first, groups, C)
+    # Bytes 0, 1, 2, 3 of each word, in the lowest bits, in order.
     bytes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
     return code_under(tl.reshape(bytes, [C.R, C.G]), magic_bits(groups), 0xFF, 1.0, C)

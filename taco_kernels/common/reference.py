@@ -64,6 +64,7 @@ def round_to_integers(h: torch.Tensor, inverse: torch.Tensor, bits: int) -> torc
             complement, fewer plus 2^(bits - 1).
     """
     half = 2 ** (bits - 1)
+    # The clamp at twice the range changes no code: it keeps infinities away from the conversion.
     v = (h.double() * inverse.double()).nan_to_num(nan=0.0).clamp(-2 * half, 2 * half)
     q = torch.round(v).int().clamp(-half, half - 1)
     if bits < 8:
@@ -102,6 +103,7 @@ def unpack(packed: Sequence[torch.Tensor], planes: Sequence[int]) -> torch.Tenso
     """Invert ``pack``: return uint8[rows, n]."""
     codes = 0
     shift = 0
+    # Each plane adds bits above those of the planes before it.
     for plane, bits in zip(packed, planes, strict=True):
         bytes = plane.reshape(plane.shape[0], -1, 2 * bits)
         pieces = [(bytes >> (bits * m)) & (2**bits - 1) for m in range(8 // bits)]

@@ -39,6 +39,7 @@ def rotation_matrix(VALUE: tl.constexpr, H: tl.constexpr, dtype: tl.constexpr):
         dtype: bf16 or fp16.
     """
     row = tl.arange(0, H.POINT)[:, None]
+    # Two transforms of 32 points next to each other, so that a product has the 64 that shuffle needs.
     column = shuffled(tl.arange(0, H.POINT)[None, :])
     value = tl.where(odd(row & column & (H.BLOCK - 1)) == 1, -VALUE, VALUE)
     return tl.where((row // H.BLOCK) == (column // H.BLOCK), value, 0.0).to(dtype)
@@ -89,12 +90,14 @@ def write_groups(h, wire, first, groups, C: tl.constexpr):
         amax = tl.max(tl.where(h == h, tl.abs(h), float("inf")), axis=1)
     else:
         amax = tl.reduce(tl.abs(h), 1, larger)
+    # Also where amax is NaN.
     bad = (amax < float("inf")) == 0
     zero = amax == 0.0
     step, inverse = steps_of(tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR), C)
     inverse = tl.where(bad, 0.0, inverse)
     step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
     row = first + tl.arange(0, C.R)
+    # The row's layout (reference.py): codes | steps | zeros up to 16 bytes.
     steps = wire + tl.full((), C.PAYLOAD, tl.int64) * groups
     tl.store(steps.to(tl.pointer_type(tl.float32)) + row, step, mask=row < groups)
     used = tl.full((), C.PAYLOAD + 4, tl.int64) * groups
@@ -118,6 +121,7 @@ def decoded_groups(wire, first, groups, C: tl.constexpr):
     row = first + tl.arange(0, C.R)
     steps = (wire + tl.full((), C.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
     step = tl.load(steps + row, mask=row < groups, other=0.0)
+    # A sum of one sender: 0 + q * step, which is exact.
     words = load_code_words(wire, first, groups, C)
     t0, t1, t2, t3 = add_products(zero, zero, zero, zero, words, step, magic_bits(groups), C)
     return tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
@@ -237,6 +241,7 @@ def add_sender(t, wire, first, blocks, groups, magic, B: tl.constexpr):
     """
     block = first + tl.arange(0, B.N)
     steps = (wire + tl.full((), B.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
+    # A group's blocks share its step.
     step = tl.load(steps + block // (B.G // BLOCK), mask=block < blocks, other=0.0)
     step = tl.broadcast_to(step[:, None], [B.N, 4])
     if B.BITS == 4:

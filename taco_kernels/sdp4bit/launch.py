@@ -206,6 +206,7 @@ def quantize_kernel(
             mask = value_mask(first, numel, H.R, H.POINT, TAIL, C)
             pointers = value_pointers(x, start, first, H.R, H.POINT, C)
             value = tl.load(pointers, mask=mask, other=0.0)
+            # The same values, as rows of two blocks for the product and as groups for their steps.
             h = tl.reshape(unshuffle(transform(value, matrix, H), H), [C.R, C.G])
         else:
             mask = value_mask(first, numel, C.R, C.G, TAIL, C)
@@ -253,6 +254,7 @@ def difference_kernel(new, old, out, numel, groups, TAIL: tl.constexpr, C: tl.co
         C: Tile.
     """
     first = tl.program_id(0) * C.R
+    # Of 16 values those of element j and j + 8 share a byte of 4-bit codes.
     low = differences(new, old, first, numel, 0, TAIL, C)
     high = differences(new, old, first, numel, 1, TAIL, C)
     h = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [C.R, C.G])
@@ -348,6 +350,7 @@ def add_kernel(
         start = row.to(tl.int64) * weight_stride
         pointers = value_pointers(weights, start, first, C.R, C.G, C)
         mask = value_mask(first, numel, C.R, C.G, TAIL, C)
+        # In fp32, rounded once to the weights' type: replicas on any device agree.
         updated = tl.load(pointers, mask=mask, other=0.0).to(tl.float32) + change
         tl.store(pointers, updated.to(weights.dtype.element_ty), mask=mask)
 
@@ -409,6 +412,7 @@ def _new_wires(rows: int, numel: int, format: GroupFormat, device: torch.device)
 def quantize(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     """Return wires uint8[rows, bytes] of x by one kernel; see reference.quantize."""
     check_rows(x, "x")
+    # As [outer, inner, n]: kernels walk two strides above the values.
     x = x[(None,) * (3 - x.dim())]
     outer, inner, numel = x.shape
     rows = outer * inner

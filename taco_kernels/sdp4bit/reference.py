@@ -112,6 +112,7 @@ def to_groups(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     """Return fp32[rows, groups, G] of x[rows, n]: zero padded, rotated where the format asks for it."""
     numel = x.shape[-1]
     size = format.groups(numel) * format.group_size
+    # Zeros fill the last group.
     h = F.pad(x.float(), (0, size - numel))
     if format.hadamard:
         h = rotate(h / HADAMARD_POINTS)
@@ -132,6 +133,7 @@ def encode_groups(h: torch.Tensor, format: GroupFormat) -> torch.Tensor:
     inverse = step.reciprocal().masked_fill(bad, 0.0)
     codes = round_to_integers(h, inverse[..., None], format.bits).view(rows, groups * size)
     step = step.masked_fill(zero, 0.0).masked_fill(bad, math.nan)
+    # The order of a row's wire: codes, steps, zeros up to 16 bytes.
     wires = torch.cat(
         [*pack(codes, (format.bits,)), step.view(rows, groups).view(torch.uint8)], dim=1
     )

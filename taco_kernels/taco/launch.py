@@ -96,6 +96,7 @@ def encode_kernel(
         chunk = tile // tiles_per_chunk
         first = (tile % tiles_per_chunk) * C.USED
         end = end_of(first, groups, C)
+        # Chunks follow each other in x without a gap, so groups count on through them.
         x_tile = load_tile(x, chunk * groups + first, numel, rows, FLAGS, C)
         if C.OUTLIERS:
             h, words = split_and_rotate(x_tile, groups - first, matrix, C)
@@ -205,6 +206,7 @@ def decode_sum_encode_kernel(
     first = tl.program_id(0) * C.R
     if C.OUTLIERS:
         any_words = any_list(wires, wire_stride, first, groups, W, C)
+    # No transform: sums of codes times steps are linear, and the next wire is in the same domain.
     h = sum_senders(wires, wire_stride, first, groups, W, C)
     if C.OUTLIERS:
         words = empty_lists(C)
@@ -328,6 +330,7 @@ def _plan(
         check_wires(shape, dtype, config, chunk)
         if numel and not shape[0]:
             raise ValueError(f"wires of shape {tuple(shape)} hold nothing to decode")
+    # Where the kernel cannot walk the tensor, the call passes a contiguous one, and the plan is for that.
     rows = rows_of(layout, config.group_size)
     walkable = rows is not None
     if numel == 0:
@@ -445,6 +448,7 @@ def _decoded(
         out = torch.empty(shape, dtype=dtype, device=wires.device)
     elif out.numel() != numel:
         raise ValueError(f"out has {out.numel()} values, not those of shape {tuple(shape)}")
+    # Everything but addresses: calls of the same sizes share a plan.
     like = wires.shape, wires.dtype, wires.stride(0), wires.get_device()
     plan = _plan(operation, config, numel, layout_of(out), *like)
     if plan.launch is None:

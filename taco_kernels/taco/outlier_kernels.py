@@ -100,10 +100,12 @@ def blocks_of_words(x, listed, C: tl.constexpr):
         C: constants of the tile.
     """
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    # Half of the last bit that is kept is added: to nearest. A carry into the exponent is right, too.
     words = (((bits & 0x7FFFFFFF) + 0x800) & MAGNITUDE) | ((bits >> 20) & SIGN)
     # Two steps: positions of single values, [R, G], would stay in registers.
     words = words | (tl.arange(0, C.R) % (BLOCK // C.G) * C.G)[:, None]
     words = words | tl.arange(0, C.G)[None, :]
+    # A zero of either sign has no word.
     words = tl.where(listed & ((bits << 1) != 0), words, 0)
     return tl.reshape(words, [C.R * C.G // BLOCK, BLOCK])
 
@@ -175,6 +177,7 @@ def find_outliers(x, remaining, C: tl.constexpr):
         total = tl.sum(tl.reshape(sums, [C.R, C.BLOCKS * 16]), axis=1)
         x = x if C.MAGNITUDE_MAX else magnitude
         largest = tl.max(tl.abs(largest_of_eight(x, C).to(tl.float32)), axis=2)
+    # THRESHOLD times the mean. NaN and infinity exceed nothing: their groups have no outlier.
     limit = total * (THRESHOLD / C.G)
     exceeds = (largest > limit[:, None]) & (tl.arange(0, C.R) < remaining)[:, None]
     return tl.max(exceeds.to(tl.int32)) > 0, limit
@@ -195,6 +198,7 @@ def split_outliers(x, limit, remaining, C: tl.constexpr):
     inside = (tl.arange(0, C.R) < remaining)[:, None]
     outlier = (tl.abs(x.to(tl.float32)) > limit[:, None]) & inside
     best, rest = split_words(blocks_of_words(x, outlier, C), C)
+    # An outlier whose word is gone from the rest has found a slot.
     listed = outlier & (tl.reshape(rest, [C.R, C.G]) == 0)
     return tl.where(listed, 0.0, x.to(tl.float32)).to(x.dtype), best
 
@@ -367,6 +371,7 @@ def sum_lists(h, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.const
         W: senders.
         C: constants of the tile.
     """
+    # The sum of all lists as values: what two senders list in the same position adds up.
     total = add_every_list(
         tl.zeros([C.R, C.G], tl.float32), wires, wire_stride, first, groups, W, C
     )

@@ -51,6 +51,7 @@ def words_of(groups: torch.Tensor) -> torch.Tensor:
     flat = groups.reshape(-1)
     bits = F.pad(flat, (0, -flat.numel() % BLOCK)).view(torch.int32).view(-1, BLOCK)
     position = torch.arange(BLOCK, dtype=torch.int32, device=groups.device)
+    # To nearest: half of the last bit that is kept is added, and the bits below are cut.
     words = ((bits & 0x7FFFFFFF) + 0x800 & _MAGNITUDE) | (bits >> 20 & _SIGN)
     return torch.where(bits << 1 == 0, 0, words | position)
 
@@ -72,6 +73,7 @@ def split(
     words = words_of(groups.masked_fill(~candidates, 0.0))
     if not candidates.any():
         return words[:, :SLOTS].contiguous(), groups
+    # Words differ in their positions, so which are the largest does not depend on the device.
     best = words.topk(SLOTS, dim=1)
     listed = torch.zeros_like(words, dtype=torch.bool).scatter_(1, best.indices, best.values > 0)
     # The last block may be longer than what there is of the groups.

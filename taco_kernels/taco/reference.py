@@ -79,6 +79,7 @@ def quadratic_values(codes: torch.Tensor, bend: int) -> torch.Tensor:
 
 def quadratic_nearest(v: torch.Tensor, bend: int) -> torch.Tensor:
     """Return codes u, fp32, whose quadratic_values are nearest to v; infinities and NaN have none."""
+    # To the nearest sixteenth, ties to even, by the rounding of a sum.
     x = (v.abs() + (SIXTEENTHS + bend * (bend + 1))) - SIXTEENTHS
     return torch.copysign(x.double().sqrt().floor().float() - bend, v)
 
@@ -221,6 +222,7 @@ def encode_groups(h: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torc
         scales = list(dual_scales(h, amax, bad, config))
     scales[0] = scales[0].masked_fill(zero, 0.0).masked_fill(bad, math.nan)
     codes = round_to_grid(h, inverse.masked_fill(bad, 0.0)[:, None], config)
+    # The order of the wire: planes of codes, then s (or the step), then alpha.
     sections = [*pack(codes, config.planes), *scales]
     parts = [section.reshape(chunks, -1).view(torch.uint8) for section in sections]
     wires = torch.cat(parts, dim=1)
@@ -244,6 +246,7 @@ def decode_groups(
     else:
         dtype = torch.bfloat16
         scale_bytes = [2 * groups]
+    # Without padding and lists.
     used = wires[:, : groups * config.bytes_per_group()]
     sections = used.split(plane_bytes + scale_bytes, dim=1)
     rows = len(wires) * groups
@@ -356,6 +359,7 @@ def decode(
     Raises:
         ValueError: the wires are not those of a tensor of this shape.
     """
+    # Without a row there are no values; the check needs some number of chunks.
     numel = math.prod(shape)
     chunk = config.chunk_numel(numel, max(wires.shape[0], 1))
     check_wires(wires.shape, wires.dtype, config, chunk)

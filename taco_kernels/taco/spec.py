@@ -114,6 +114,7 @@ def make_spec(
     groups_used = groups
     if row:
         groups_used = groups // row * row
+    # Reciprocals: kernels multiply.
     far = near = 0.0
     if config.bend:
         far_end, near_end = reference.quadratic_ends(config.bits, config.bend)
@@ -316,6 +317,7 @@ def tuning_in(
         chunks: how many there are.
     """
     tuning = tuning_for(operation, config, device)
+    # A tile of the chunk's size wastes nothing; smaller tiles leave room for more programs.
     tile = max(LEAST_TILE, triton.next_power_of_2(groups * config.group_size))
     if chunks > MOST_RANKS and tile < tuning.tile:
         programs = min(4, tuning.programs * tuning.tile // tile)

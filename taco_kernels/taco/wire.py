@@ -77,6 +77,7 @@ def tile_mask(first, numel, FLAGS: tl.constexpr, C: tl.constexpr):
         FLAGS: of the launch.
         C: constants of the tile.
     """
+    # Of the tensor from the tile's first value on; may be more than a tile, or less than nothing.
     remaining = numel - first.to(tl.int64) * C.G
     before = (tl.arange(0, C.R) * C.G)[:, None]
     if FLAGS.TAIL:
@@ -155,9 +156,11 @@ def quadratic_codes(h, inverse, C: tl.constexpr):
     x = x - (SIXTEENTHS - 1.0 / 32)
     # The root may be approximate. It is rounded down, as no root is an integer.
     n = tl.sqrt(x) + (ONES - 0.5)
+    # |u|, without the sign of v.
     magnitude = n - (ONES + C.BEND)
     sign_bit = v.to(tl.int32, bitcast=True) & -0x80000000
     u = (magnitude.to(tl.int32, bitcast=True) | sign_bit).to(tl.float32, bitcast=True)
+    # As in fixed_point: an integer in the low mantissa bits.
     return (u + (MAGIC + 2 ** (C.BITS - 1))).to(tl.int32, bitcast=True)
 
 
@@ -227,6 +230,7 @@ def load_step(wire, first, groups, C: tl.constexpr):
         groups: of the chunk.
         C: constants of the tile.
     """
+    # Scales follow the codes: all s (or steps), then all alpha.
     row = first + tl.arange(0, C.R)
     scales = after_plane(wire, C.PAYLOAD, groups, C)
     if C.DUAL:
@@ -259,6 +263,7 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
     """
     step = load_step(wire, first, groups, C)
     if C.INTEGER and not C.INTERPRET:
+        # 16 codes at a time in PTX, and too large by a constant: cheaper than to subtract it from each.
         q = load_halves(wire, first, groups, C)
         OFFSET: tl.constexpr = halves_offset(C.BITS, C.BEND)
     else:
@@ -322,6 +327,7 @@ def extremes(h, C: tl.constexpr):
     where a maximum cannot miss it; without it, NaN counts as infinity.
     """
     if C.SIGNED:
+        # The smallest of numbers among which is NaN may be another number, but the largest is infinity then.
         up = h
         if not C.HADAMARD:
             up = tl.where(h == h, h, float("inf"))
@@ -357,6 +363,7 @@ def store_padding(wire, first, groups, C: tl.constexpr):
             mask = (pad < (USED + 15) // 16 * 16) & (chunk * C.ROW < groups)
             tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R, 16], tl.uint8), mask=mask)
     else:
+        # One tile of the chunk does it: that with its first group.
         used = tl.full((), C.BYTES, tl.int64) * groups
         pad = used + tl.arange(0, 16)
         end = tl.where(first == 0, (used + 15) // 16 * 16, 0)
@@ -384,6 +391,7 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
     """
     high, low, amax = extremes(h, C)
     bad = (amax < float("inf")) == 0  # also where amax is NaN
+    # Before the floor hides it.
     zero = amax == 0.0
     amax = tl.maximum(tl.where(bad, 0.0, amax), C.FLOOR)
     if C.DUAL:
@@ -391,6 +399,7 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
     else:
         inverse = store_single_scale(high, low, amax, bad, zero, wire, first, groups, C)
     store_padding(wire, first, groups, C)
+    # Codes of a bad group mean nothing.
     inverse = tl.where(bad, 0.0, inverse)
     if C.BEND > 0:
         store_integers(quadratic_codes(h, inverse, C), wire, first, groups, C)
@@ -416,6 +425,7 @@ def store_dual_scales(h, amax, bad, zero, wire, first, groups, C: tl.constexpr):
     inverse = tl.div_rn(tl.full([C.R], C.QMAX, tl.float32), amax)
     mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
     if not C.HADAMARD:
+        # With the transform of the mean, sum(h^2) is the mean square of x already (Parseval).
         mean_square = mean_square * (1.0 / C.G)
     # alpha and s as TACO has them (arXiv 2604.24088); reference.py says why codes do not depend on them.
     alpha = tl.div_rn(tl.full([C.R], C.QMAX, tl.float32), tl.sqrt_rn(mean_square + 1e-6))
@@ -451,9 +461,11 @@ def store_single_scale(high, low, amax, bad, zero, wire, first, groups, C: tl.co
     qmax = tl.full([C.R], C.QMAX, tl.float32)
     if C.BEND > 0:
         near = tl.where(bad, 0.0, tl.minimum(high, low))
+        # The far extreme gets the outermost code below zero, the near one that above.
         step = tl.maximum(amax * C.FAR, near * C.NEAR)
     elif C.SIGNED:
         near = tl.div_rn(tl.where(bad, 0.0, tl.minimum(high, low)), qmax)
+        # The far extreme gets the code -2^(BITS - 1), the near one qmax.
         step = tl.maximum(amax * 2.0 ** (1 - C.BITS), near)
     else:
         step = tl.div_rn(amax, qmax)
@@ -461,6 +473,7 @@ def store_single_scale(high, low, amax, bad, zero, wire, first, groups, C: tl.co
     ROUNDING: tl.constexpr = 0x8000 if C.BEND > 0 else 0xFFFF
     step = ((step.to(tl.int32, bitcast=True) + ROUNDING) & -65536).to(tl.float32, bitcast=True)
     if C.SIGNED:
+        # A negative step turns the grid round, so that far is below zero.
         step = tl.where(high > low, -step, step)
     inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
     step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
@@ -511,6 +524,7 @@ def add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C: tl.
         magic: what ``magic_bits`` gives.
         C: constants of the tile.
     """
+    # Element 4 i + k of the tile is element i of t_k.
     t0, t1, t2, t3 = t
     wire = wires + sender * wire_stride
     words = load_code_words(wire, first, groups, C)

@@ -181,12 +181,13 @@ def grid_of(low, high, fits, C: tl.constexpr):
     step = from_fp16(step_bits)
     ones = tl.full([C.R], 1.0, tl.float32)
     inverse = tl.where(step > 0.0, tl.div_rn(ones, tl.where(step > 0.0, step, 1.0)), 0.0)
+    # 0x7E00 is fp16's NaN.
     return (tl.where(fits, step_bits, 0x7E00) & 0xFFFF) | (zero_bits << 16), inverse, zero
 
 
 @triton.jit
 def outlier_of(magnitude, fits, C: tl.constexpr):
-    """Whether each tile has one outlier, bool[R]; and its element, int32[R].
+    """bool[R], which tiles have one outlier; and int32[R], its element.
 
     An outlier is at least twice the second largest magnitude, so it alone is above half of the largest.
 
@@ -231,6 +232,7 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
         inside = row < tiles
         pointers, mask = tile_pointers(x, row, tiles, per_row, channels, C)
         value = tl.load(pointers, mask=mask, other=0.0)
+        # Values that do not exist are zeros: they add nothing and are not the largest.
         y = value.to(tl.float32)
         magnitude = tl.abs(y)
         total = tl.sum(magnitude, axis=1)
@@ -245,6 +247,7 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
         rotated = transform(value, matrix, C) * (1 / C.G**0.5)
         # Elements i and i ^ pivot change places before the transform: signs of its outputs, after it.
         rotated = tl.where(odd(pivot[:, None] & column) == 1, -rotated, rotated)
+        # Every tile is transformed; one without an outlier keeps its values.
         y = tl.where(chosen[:, None], rotated, y)
         pair, inverse, zero = grid_of(tl.min(y, axis=1), tl.max(y, axis=1), fits, C)
         tl.store(scales + row, pair, mask=inside)
@@ -257,6 +260,7 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
             plane = pack(codes & (2**C.EXTRA - 1), C.EXTRA, C)
             store_plane(extra, plane, first, tiles, C.G * C.EXTRA // 8, C)
             codes = codes >> C.EXTRA
+        # Low bits of 3 are a plane of 2 and one of 1.
         if C.LOW == 4:
             store_plane(base, pack(codes, 4, C), first, tiles, C.G // 2, C)
         else:
@@ -305,6 +309,7 @@ def decode_kernel(
             BYTES: tl.constexpr = C.G * C.EXTRA // 8
             slot = tl.load(slots + row, mask=inside, other=0)
             high = inside & (slot < high_tiles)
+            # High tiles' extra bits lie without gaps, in the order of their slots.
             bits = extra + slot.to(tl.int64)[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
             plane = tl.load(bits, mask=high[:, None], other=0)
             codes = (codes << C.EXTRA) | unpack(plane, C.EXTRA, C)
@@ -314,6 +319,7 @@ def decode_kernel(
         pivot = tl.load(pivots + row, mask=inside, other=0).to(tl.int32)
         chosen = (pivot >= 128)[:, None]
         pivot = (pivot & 127)[:, None]
+        # The transform is its own inverse: signs of its inputs give elements i and i ^ pivot exchanged.
         signed = tl.where(odd(pivot & column) == 1, -codes, codes)
         rotated = transform(signed.to(tl.float16), matrix, C) * (step * (1 / C.G**0.5))[:, None]
         # The transform of a constant, the zero point, is all in one element: the pivot.

@@ -257,6 +257,7 @@ def transform_tiles(
     magnitude = x.abs()
     largest, pivot = magnitude.max(dim=1)
     second = magnitude.scatter(1, pivot[:, None], 0.0).amax(dim=1)
+    # One outlier: at least twice all others. A tile of zeros has none.
     chosen = (largest >= 2 * second) & (largest > 0) & fits
     rotated = hadamard(bring_forward(x, pivot)) * (1 / math.sqrt(config.tile_size))
     y = torch.where(chosen[:, None], rotated, x)
@@ -290,6 +291,7 @@ def choose_high(entropies: torch.Tensor, layout: TahLayout) -> torch.Tensor:
         values = torch.nn.functional.pad(entropies, (0, missing), value=-math.inf).view(
             -1, layout.population
         )
+    # Stable, so that of equal entropies the first are high, on any device.
     order = values.sort(dim=1, descending=True, stable=True).indices
     counts = torch.full((layout.populations, 1), layout.high_units, device=values.device)
     counts[-1:] = layout.last_high_units  # a slice: assigning to one element copies from the host
@@ -302,6 +304,7 @@ def tile_slots(high: torch.Tensor, layout: TahLayout) -> torch.Tensor:
 
     ``high`` is what ``choose_high`` gives. High units of a population take consecutive slots, in their order.
     """
+    # Of every full population the same number is high, so its slots begin at a known one.
     first = torch.arange(layout.populations, device=high.device)[:, None] * layout.high_units
     slots = torch.where(high, first + high.cumsum(dim=1) - 1, layout.high_tiles)
     if layout.by_token:
@@ -387,6 +390,7 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     # Rounded once, to the integer: a fused multiply-add, exact in fp64.
     codes = ((y - zeros.float()[:, None]).double() * inverse.double()[:, None] + 0.5).floor()
     codes = codes.nan_to_num(nan=0.0).clamp(0, config.levels).to(torch.uint8)
+    # All tiles' upper bits go to the base planes; the others only of high tiles, below.
     base = pack(codes >> config.extra_bits, layout.base_planes)
     for i, plane in enumerate(base):
         section(wire, f"base{i}", layout).copy_(plane.flatten())
