@@ -1,12 +1,27 @@
 """Triton's CPU interpreter, faster: for the programs that run kernels under TRITON_INTERPRET=1.
 
-The variable must be set before triton is imported, so a test runs a function of its file in a program.
+The variable must be set before triton is imported, so a test runs a function of its file in a program of its
+own (``interpreted``). Starting one takes seconds, so a file with many scenarios runs them all in one program and
+has a test for each::
+
+    SCENARIOS = {"int8 encoded": check_encode, ...}
+
+    @pytest.fixture(scope="module")
+    def failures():
+        return failures_of_scenarios(__name__)
+
+    @pytest.mark.parametrize("scenario", SCENARIOS)
+    def test_kernels(scenario, failures):
+        assert not failures[scenario], failures[scenario]
 """
 
+import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,9 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def interpreted(main: Callable, *arguments: object) -> str:
-    """What ``main(*arguments)`` returns in a program with the interpreter on; its failure is the test's.
+    """Return as text what ``main(*arguments)`` returns in a program with the interpreter on.
 
-    There outputs begin as 255 or NaN: kernels must write all of them.
+    Its failure is the test's. In that program outputs begin as 255 or NaN: kernels must write all of them.
     """
     pytest.importorskip("triton")
     module = main.__module__
@@ -41,8 +56,28 @@ print({module}.{main.__name__}(*{arguments!r}))"""
     return result.stdout.strip()
 
 
+def failures_of_scenarios(module: str) -> dict[str, str]:
+    """Return the trace of every scenario of a module's SCENARIOS, "" where it holds.
+
+    SCENARIOS are functions without arguments, by name. One program with the interpreter on runs them all.
+    """
+    return json.loads(interpreted(run_scenarios, module))
+
+
+def run_scenarios(module: str) -> str:
+    """Run a module's SCENARIOS here; return JSON of what ``failures_of_scenarios`` returns."""
+    failures = {}
+    for name, scenario in import_module(module).SCENARIOS.items():
+        try:
+            scenario()
+            failures[name] = ""
+        except Exception:
+            failures[name] = traceback.format_exc()
+    return json.dumps(failures)
+
+
 def small_tiles(tunings: dict, tile: int = 1024) -> None:
-    """Let kernels take several tiles even of tiny tensors."""
+    """Give every tuning of a table a small tile, so that even tiny tensors take several."""
     for name, tuning in tunings.items():
         tunings[name] = tuning._replace(tile=tile)
 
@@ -50,10 +85,10 @@ def small_tiles(tunings: dict, tile: int = 1024) -> None:
 def speed_up() -> None:
     """Spare the interpreter what takes most of the time of a kernel on a small tensor. No result changes.
 
-    And let loops run to a bound that the kernel computes, which lies in an array of one element.
+    By itself the interpreter patches triton.language anew for each device function; builds types, shapes and a
+    table of numpy's types again for each value; and computes overflow checks that only debug mode looks at.
 
-    It patches triton.language anew for each device function; builds types, shapes and a table of numpy's
-    types again for each value; and computes overflow checks that only debug mode looks at.
+    Loops also run to a bound that the kernel computes, which lies in an array of one element.
     """
     import dataclasses
 
@@ -85,7 +120,8 @@ def _patch_language_once() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, patched = interpreter._patch_lang, set()
+    patch = interpreter._patch_lang
+    patched: set[int] = set()
 
     def patch_lang(function):
         modules = {
@@ -104,8 +140,10 @@ def _remember_types() -> None:
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
-    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
-    numpy_type, broadcast = interpreter._get_np_dtype, semantic.TritonSemantic.broadcast_impl_value
+    make_block = core.block_type.__init__
+    make_tensor = core.tensor.__init__
+    numpy_type = interpreter._get_np_dtype
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
     blocks: dict[tuple, dict] = {}
     block_shapes: dict[tuple[int, ...], core.tuple] = {}
     tensor_shapes: dict[tuple[int, ...], tuple] = {}
@@ -128,8 +166,10 @@ def _remember_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
     def broadcast_unlike(self, lhs, rhs):
-        alike = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
-        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+        # Shapes that are equal are one object, by block_shapes.
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
 
     def numpy_type_of(type):
         name = type.scalar.name
@@ -137,6 +177,7 @@ def _remember_types() -> None:
             numpy_types[name] = numpy_type(type)
         return numpy_types[name]
 
-    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    core.block_type.__init__ = block
+    core.tensor.__init__ = tensor
     semantic.TritonSemantic.broadcast_impl_value = broadcast_unlike
     interpreter._get_np_dtype = numpy_type_of

@@ -5,8 +5,6 @@ reserved: the operating system provides the few pages that the first and the las
 """
 
 import builtins
-import json
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +23,7 @@ from taco_kernels.common.packing import load_plane, load_words, store_plane, sto
 from taco_kernels.taco import CodecConfig
 from taco_kernels.taco.outliers import BLOCK, LIST_BYTES
 from taco_kernels.taco.spec import Spec, make_spec
-from tests.kernels.interpreter import interpreted
+from tests.kernels.interpreter import failures_of_scenarios
 from tests.kernels.wires.taco import assert_alike
 
 INTERPRETER = Device(multiprocessors=2**20, capability=(0, 0), interpret=True)
@@ -34,20 +32,7 @@ LONG = 2**16
 """Programs from which on a grid counts as long: of those only the first and the last program run."""
 
 
-# The checks run in a program with the interpreter on (run_scenarios); the tests are at the end.
-
-
-def run_scenarios() -> str:
-    """Run SCENARIOS; JSON of their failures' traces."""
-    failures = {}
-    for name, scenario in SCENARIOS.items():
-        try:
-            with ends_of_grids():
-                scenario()
-            failures[name] = ""
-        except Exception:
-            failures[name] = traceback.format_exc()
-    return json.dumps(failures)
+# The checks run in a program with the interpreter on; the tests are at the end.
 
 
 @contextmanager
@@ -100,6 +85,7 @@ def plane_kernel(plane, loaded, groups, P: tl.constexpr, WORDS: tl.constexpr, C:
         tl.store(loaded + tl.arange(0, C.R * P), tl.reshape(bytes, [C.R * P]))
 
 
+@ends_of_grids()
 def check_planes() -> None:
     """Planes of 8, 4, 2 and 1 bits a value, by bytes and by words, of 2^31 bytes and more."""
     spec: Spec = make_spec(CodecConfig("int8", 128), 1024, INTERPRETER)
@@ -159,6 +145,7 @@ def assert_near(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a.float(), b.float(), rtol=2**-6, atol=2**-4)
 
 
+@ends_of_grids()
 def check_taco(format: str, with_outliers: bool = False) -> None:
     """A message of 2^31 values and 2020 more, whose last group is not whole."""
     from taco_kernels.taco import launch, reference
@@ -199,6 +186,7 @@ def check_taco(format: str, with_outliers: bool = False) -> None:
         assert_alike(summed[None], result, config, codes=0.004)
 
 
+@ends_of_grids()
 def check_long_rows() -> None:
     """Two rows of 2^31 values and 2048 more, in a tensor that is 128 wider."""
     from taco_kernels.taco import launch, reference
@@ -219,6 +207,7 @@ def check_long_rows() -> None:
     assert_near(out[1, -2048:], values)
 
 
+@ends_of_grids()
 def check_sdp4bit(rotated: bool) -> None:
     """A row of 2^31 values in 8 bits: quantised, summed, requantised and added to weights."""
     from taco_kernels.sdp4bit import GroupFormat, launch, reference
@@ -254,6 +243,7 @@ def check_sdp4bit(rotated: bool) -> None:
             assert_near(x[0, first : first + end], values + expected)
 
 
+@ends_of_grids()
 def check_tah_quant() -> None:
     """A flat tensor of 2^31 values and 2054 more, without extra bits."""
     from taco_kernels.tah_quant import TahConfig, launch, reference
@@ -281,6 +271,7 @@ def check_tah_quant() -> None:
     assert_near(result[2**31 :], decoded)
 
 
+@ends_of_grids()
 def check_channel_norm() -> None:
     """2049 tokens of 2^20 channels, of mean 0 and spread 1."""
     from taco_kernels.channel_norm import launch, reference
@@ -305,6 +296,7 @@ def check_channel_norm() -> None:
     assert_near(decoded[-1, -2048:], values)
 
 
+@ends_of_grids()
 def check_bitmap_sparse() -> None:
     """A shard of 2^31 values and 1000 more; of its last row those from 1.0 on are sent."""
     from taco_kernels.bitmap_sparse import launch, reference
@@ -335,8 +327,7 @@ SCENARIOS = {
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """The trace of every scenario of SCENARIOS, "" where it holds. One program runs them all."""
-    return json.loads(interpreted(run_scenarios))
+    return failures_of_scenarios(__name__)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
