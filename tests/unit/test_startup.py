@@ -155,7 +155,9 @@ class TestDatasets:
             checks.check_datasets(args)
 
 
-NO_TOKENIZER = dict(tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None)
+NO_TOKENIZER = dict(
+    tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None, vocab_size=None
+)
 
 
 class TestTokenizers:
@@ -167,6 +169,7 @@ class TestTokenizers:
                 {"vocab_file": "/absent", "merge_file": "/absent"},
                 "--vocab-file /absent: no such file",
             ),
+            ({"tokenizer_type": "NullTokenizer"}, "NullTokenizer needs --vocab-size"),
             (
                 {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/models/absent"},
                 "--tokenizer-model /models/absent: no such file",
@@ -183,7 +186,7 @@ class TestTokenizers:
             *(("NullTokenizer", None), ("HuggingFaceTokenizer", "Qwen/Qwen2.5-7B")),
             ("SentencePieceTokenizer", str(tmp_path / "tokenizer.model")),
         ):
-            given = {"tokenizer_type": kind, "tokenizer_model": model}
+            given = {"tokenizer_type": kind, "tokenizer_model": model, "vocab_size": 127}
             checks.check_tokenizer(Namespace(**NO_TOKENIZER | given))
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import tempfile
 from argparse import Namespace
 from typing import Any
@@ -15,23 +14,9 @@ from megatron.compression.frontends.megatron_lm.implementation import (
     needs_transformer_engine,
 )
 
-SAMPLE_BLOCKS, SAMPLE_BLOCK = 16, 65_536
-"""What is read of a large file: as many blocks, evenly spread, of as many entries."""
-
-
-@explains(
-    *("validate_args", "core_transformer_config_from_args", "initialize_model_parallel"),
-    "build_pretraining_data_loader",
-)
-def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | None:
-    """The line of one of Megatron's own checks, with flags for the arguments of a bare assertion."""
-    if not isinstance(error, AssertionError | ValueError | RuntimeError):
-        return None
-    line = re.sub(
-        r"\bargs\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", first_line(error)
-    )
-    missing = re.fullmatch(r"required: (--[\w-]+) is not None", line)
-    return f"{missing[1]} is missing: give it" if missing else line
+SAMPLE_BLOCKS = 16
+SAMPLE_BLOCK = 65_536
+"""What is read of a large file: so many blocks, evenly spread, of so many entries."""
 
 
 @explains("initialize_megatron")
@@ -47,12 +32,54 @@ def cannot_join(error: BaseException, args: Namespace | None) -> str | None:
 
 
 def check_arguments(args: Namespace) -> None:
-    """Raises: InputError: validated arguments name Transformer Engine, a tokenizer, a checkpoint, a package
-    or a dataset that is not there, or a folder that cannot be written."""
+    """Check what validated arguments name, before anything is built.
+
+    Raises: InputError: layers, a tokenizer, a checkpoint, a package or a dataset that is not there, a folder
+        that cannot be written, or numbers that Megatron stumbles over later.
+    """
     check_implementation(args)
+    check_numbers(args)
     check_tokenizer(args)
     check_folders(args)
     check_datasets(args)
+
+
+def check_numbers(args: Namespace) -> None:
+    """Refuse numbers that Megatron does not check, and that end in a trace once the model is built.
+
+    Raises: InputError: with the flag, its value and what it has to be.
+    """
+    for name in ("num_layers", "hidden_size", "seq_length", "kv_channels", "ffn_hidden_size"):
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be a number >= 1")
+    for name in ("attention_dropout", "hidden_dropout"):
+        value = getattr(args, name, None)
+        if value is not None and not 0 <= value < 1:
+            raise InputError(
+                f"--{name.replace('_', '-')} {value:g} must be a share from 0 to below 1"
+            )
+    if not getattr(args, "skip_train", False):
+        if getattr(args, "lr", 0.0) is None:
+            raise InputError("--lr is missing: give the learning rate, such as --lr 1e-4")
+        if not (args.train_iters or args.train_samples):
+            raise InputError("--train-iters is missing: give the number of iterations to train")
+    if getattr(args, "group_query_attention", False):
+        heads, groups = args.num_attention_heads, args.num_query_groups
+        if groups < 1 or heads % groups:
+            raise InputError(
+                f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: give a divisor"
+            )
+    if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
+        raise InputError(
+            f"--seq-length {args.seq_length} is not a multiple of --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}, over which --sequence-parallel splits it: change one of them"
+        )
+    experts, chosen = args.num_experts, getattr(args, "moe_router_topk", 1)
+    if experts is not None and chosen > experts:
+        raise InputError(
+            f"--moe-router-topk {chosen} is more than --num-experts {experts}: lower it"
+        )
 
 
 _FILE_TOKENIZERS = (
@@ -61,49 +88,71 @@ _FILE_TOKENIZERS = (
     "Llama2Tokenizer",
     "TikTokenizer",
 )
+"""Types of tokenizers whose model is a file."""
 
 
 def check_tokenizer(args: Namespace) -> None:
-    """Raises: InputError: no tokenizer is named, or its files are not there."""
+    """Refuse a tokenizer that is not named, or whose files are not there.
+
+    Raises: InputError: with the flag that is missing, or the file.
+    """
     kind, model = args.tokenizer_type, args.tokenizer_model
     if kind in (None, "GPT2BPETokenizer") and not (args.vocab_file and args.merge_file):
         raise InputError(
             "no tokenizer: give --tokenizer-type and --tokenizer-model (GPT2BPETokenizer: --vocab-file and "
             "--merge-file), or --tokenizer-type NullTokenizer --vocab-size N for data made of numbers"
         )
-    of_files = kind in _FILE_TOKENIZERS
-    if not model and (of_files or kind == "HuggingFaceTokenizer"):
+    if kind == "NullTokenizer" and not args.vocab_size:
+        raise InputError(
+            "--tokenizer-type NullTokenizer needs --vocab-size: the number of different tokens"
+        )
+    is_file = kind in _FILE_TOKENIZERS
+    if not model and (is_file or kind == "HuggingFaceTokenizer"):
         raise InputError(f"--tokenizer-type {kind} needs --tokenizer-model: its file or folder")
+    paths = [("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)]
     # Hugging Face's hub names models by owner/name; anything else is a path.
-    is_path = model and (of_files or model.startswith((".", "/", "~")) or model.count("/") > 1)
-    named = (("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file))
-    for flag, path in (*named, ("--tokenizer-model", model if is_path else None)):
+    if model and (is_file or model.startswith((".", "/", "~")) or model.count("/") > 1):
+        paths.append(("--tokenizer-model", model))
+    for flag, path in paths:
         if path and not os.path.exists(path):
             raise InputError(f"{flag} {path}: no such file")
 
 
 def check_folders(args: Namespace) -> None:
-    """Raises: InputError: --load names a folder that is not there or is empty, without which Megatron would
-    start from random weights; --save cannot be written; nvidia_resiliency_ext is missing."""
+    """Refuse folders and packages of checkpoints and logs that are not there.
+
+    Raises: InputError: --load names no folder or an empty one, without which Megatron would start from random
+        weights; --save or --tensorboard-dir cannot be written; nvidia_resiliency_ext is missing.
+    """
     load = args.load
-    wanted = load and load != args.save and not args.pretrained_checkpoint and "://" not in load
-    if wanted and not (os.path.isdir(load) and set(os.listdir(load)) - {"compression-auto.json"}):
-        what = "the folder is empty" if os.path.isdir(load) else "no such folder"
-        raise InputError(f"--load {load}: {what}; name a run's --save folder, or drop it")
-    if args.save and "://" not in args.save:
-        try:
-            os.makedirs(args.save, exist_ok=True)
-            tempfile.TemporaryFile(dir=args.save).close()
-        except OSError as error:
-            raise InputError(
-                f"--save {args.save} cannot be written ({error.strerror}); name another folder"
-            ) from None
+    must_exist = load and load != args.save and not args.pretrained_checkpoint and "://" not in load
+    if must_exist and not os.path.isdir(load):
+        raise InputError(f"--load {load}: no such folder; name a run's --save folder, or drop it")
+    if must_exist and not set(os.listdir(load)) - {"compression-auto.json"}:
+        raise InputError(
+            f"--load {load}: the folder is empty; name a run's --save folder, or drop it"
+        )
+    for name in ("save", "tensorboard_dir"):
+        folder = getattr(args, name, None)
+        if folder and "://" not in folder:
+            _check_writable(f"--{name.replace('_', '-')}", folder)
     asynchronous = args.async_save and getattr(args, "async_strategy", "nvrx") == "nvrx"
     if asynchronous and importlib.util.find_spec("nvidia_resiliency_ext") is None:
         raise InputError(
             "--async-save needs nvidia_resiliency_ext, which is not installed: pip install "
             "nvidia-resiliency-ext, add --async-strategy mcore, or drop --async-save"
         )
+
+
+def _check_writable(flag: str, folder: str) -> None:
+    """Refuse a folder that cannot be made or written."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InputError(
+            f"{flag} {folder} cannot be written ({error.strerror}); name another folder"
+        ) from None
 
 
 # What torch-native layers would ignore, or end in a trace: argument -> its flag.

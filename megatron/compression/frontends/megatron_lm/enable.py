@@ -15,7 +15,11 @@ from megatron import host
 from megatron.compression import flags
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
-from megatron.compression.frontends.megatron_lm import checkpoints, checks  # noqa: F401  (they explain errors)
+from megatron.compression.frontends.megatron_lm import (
+    checkpoints,  # noqa: F401  (it explains errors, and so does the last one)
+    checks,
+    megatron_checks,  # noqa: F401
+)
 from megatron.compression.frontends.megatron_lm.implementation import (
     describe,
     missing_extension_overrides,
