@@ -23,15 +23,25 @@ from taco_kernels.taco import (
 
 MIB = (0.25, 1, 4, 16, 64, 256)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
-COLUMNS = {"operation": "", "MiB": "g", "ranks": "d", "method": "", "format": "", "us": ".1f"}
-COLUMNS |= {"bus GB/s": ".0f", "x NCCL": ".2f", "error": ".4f"}
+COLUMNS = {
+    "operation": "",
+    "MiB": "g",
+    "ranks": "d",
+    "method": "",
+    "format": "",
+    "us": ".1f",
+    "bus GB/s": ".0f",  # of the uncompressed bytes, as NCCL's tests count them
+    "x NCCL": ".2f",
+    "error": ".4f",
+}
+"""Columns of ``measure``, with the formats of their cells."""
 Call = Callable[[], torch.Tensor]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Options of the benchmark."""
+    """Add the options of the benchmark."""
     parser.add_argument(
-        "--mib", type=float, nargs="+", default=MIB, help="sizes of the whole bf16 tensor"
+        "--mib", type=float, nargs="+", default=MIB, help="sizes of the whole bf16 tensor in MiB"
     )
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=["fp8-e4m3", "int8", "int6", "int4"]
@@ -41,110 +51,171 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def call_time(call: Call, calls: int = 20) -> float:
-    """Median microseconds of a call, the slowest rank's; ``calls`` back-to-back ones."""
-    time = torch.tensor(
-        median(lambda: [call() for _ in range(calls)], dist.barrier) / calls, device="cuda"
-    )
+    """Median microseconds of a call, the slowest rank's; ``calls`` back-to-back ones. Collective."""
+
+    def many() -> None:
+        for _ in range(calls):
+            call()
+
+    time = torch.tensor(median(many, dist.barrier) / calls, device="cuda")
     dist.all_reduce(time, op=dist.ReduceOp.MAX)
     return float(time)
 
 
 def nccl(operation: str, x: torch.Tensor) -> Call:
-    """The uncompressed operation on x [ranks, numel], whose own row an all-gather sends."""
-    collective, out, *arguments = {
-        "all_reduce": (dist.all_reduce, x.clone()),
-        "reduce_scatter": (dist.reduce_scatter_tensor, torch.empty_like(x[0]), x.view(-1)),
-        "all_gather": (
-            dist.all_gather_into_tensor,
-            torch.empty_like(x).view(-1),
-            x[dist.get_rank()],
-        ),
-    }[operation]
+    """The uncompressed operation on x [ranks, numel], of which an all-gather sends this rank's row."""
+    if operation == "all_reduce":
+        out = x.clone()
+        collective = partial(dist.all_reduce, out)
+    elif operation == "reduce_scatter":
+        out = torch.empty_like(x[0])
+        collective = partial(dist.reduce_scatter_tensor, out, x.view(-1))
+    else:
+        out = torch.empty_like(x).view(-1)
+        collective = partial(dist.all_gather_into_tensor, out, x[dist.get_rank()])
 
     def call() -> torch.Tensor:
-        collective(out, *arguments)
+        collective()
         return out
 
     return call
 
 
-def over_torch_distributed(operation: str, x: torch.Tensor, config: CodecConfig) -> torch.Tensor:
-    """The codec's kernels with an exchange of torch.distributed between them."""
+def gathered(wire: torch.Tensor) -> torch.Tensor:
+    """uint8 [ranks, bytes]: every rank's wire, uint8 [bytes]. Collective."""
     ranks = dist.get_world_size()
-    if operation == "all_reduce" and ranks == 2:
-        own = encode(x, config)
-        dist.all_gather_into_tensor(both := own.new_empty(2, own.shape[1]), own)
-        return decode_sum(both, config, x.shape, x.dtype)
+    wires = wire.new_empty(ranks * wire.numel())
+    dist.all_gather_into_tensor(wires, wire)
+    return wires.view(ranks, -1)
+
+
+def over_torch_distributed(operation: str, x: torch.Tensor, config: CodecConfig) -> torch.Tensor:
+    """The codec's kernels with exchanges of torch.distributed between them.
+
+    Args:
+        operation: one of OPERATIONS.
+        x: [ranks, numel].
+        config: of the codec.
+    """
+    ranks = dist.get_world_size()
     if operation == "all_gather":
-        own = encode(x[dist.get_rank()], config)[0]
-    else:
-        wires = encode(x, config, ranks)
-        dist.all_to_all_single(received := torch.empty_like(wires), wires)
-        if operation == "reduce_scatter":
-            return decode_sum(received, config, x[0].shape, x.dtype)
-        own = decode_sum_encode(received, config, config.chunk_numel(x.numel(), ranks))
-    dist.all_gather_into_tensor(out := own.new_empty(ranks * own.numel()), own)
-    return decode(out.view(ranks, -1), config, x.shape, x.dtype)
+        wire = encode(x[dist.get_rank()], config)[0]
+        return decode(gathered(wire), config, x.shape, x.dtype)
+    if operation == "all_reduce" and ranks == 2:  # one exchange of all that each rank has
+        return decode_sum(gathered(encode(x, config)[0]), config, x.shape, x.dtype)
+    wires = encode(x, config, ranks)
+    received = torch.empty_like(wires)  # row r: rank r's values of this rank's piece
+    dist.all_to_all_single(received, wires)
+    if operation == "reduce_scatter":
+        return decode_sum(received, config, x[0].shape, x.dtype)
+    piece = decode_sum_encode(received, config, config.chunk_numel(x.numel(), ranks))
+    return decode(gathered(piece), config, x.shape, x.dtype)
 
 
 def over_symmetric_memory(
-    operation: str, x: torch.Tensor, config: CodecConfig, group
+    operation: str, x: torch.Tensor, config: CodecConfig, group: SymmetricGroup
 ) -> torch.Tensor:
-    """One kernel; for an all-gather another one, which encodes."""
-    if operation != "all_gather":
-        return getattr(group, operation)(x, config)
-    own = x[dist.get_rank()][None]
-    return group.all_gather_encoded(encode(own, config), own.shape, own.dtype, config)
+    """One kernel; for an all-gather another one before it, which encodes.
+
+    Args:
+        operation: one of OPERATIONS.
+        x: [ranks, numel].
+        config: of the codec.
+        group: of all ranks.
+    """
+    if operation == "all_reduce":
+        return group.all_reduce(x, config)
+    if operation == "reduce_scatter":
+        return group.reduce_scatter(x, config)
+    row = x[dist.get_rank()][None]
+    return group.all_gather_encoded(encode(row, config), row.shape, row.dtype, config)
 
 
 def methods(
-    operation: str, x: torch.Tensor, options: Namespace, group
+    operation: str, x: torch.Tensor, options: Namespace, group: SymmetricGroup | None
 ) -> Iterator[tuple[str, str, Call]]:
-    """(method, format, call) for everything to compare."""
+    """Everything to compare, NCCL first.
+
+    Args:
+        operation: one of OPERATIONS.
+        x: [ranks, numel].
+        options: of ``add_arguments``.
+        group: of all ranks; None where they cannot share memory.
+
+    Yields:
+        (method, format, call).
+    """
     yield "NCCL", "bf16", nccl(operation, x)
     for format, scales in product(options.formats, options.scales):
-        config, name = CodecConfig(format, scales=scales), f"{format} {scales}"
+        config = CodecConfig(format, scales=scales)
+        name = f"{format} {scales}"
         yield "torch.distributed", name, partial(over_torch_distributed, operation, x, config)
         if group is not None:
             yield "symmetric", name, partial(over_symmetric_memory, operation, x, config, group)
 
 
-def measure(operation: str, mib: float, options: Namespace, group) -> Iterator[dict]:
-    """Rows of one size; errors are against the result in fp32."""
+def measure(
+    operation: str, mib: float, options: Namespace, group: SymmetricGroup | None
+) -> Iterator[dict]:
+    """Check and time every method at one size; errors are against the result in fp32.
+
+    Args:
+        operation: one of OPERATIONS.
+        mib: of the whole bf16 tensor.
+        options: of ``add_arguments``.
+        group: of all ranks; None where they cannot share memory.
+
+    Yields:
+        Rows of COLUMNS.
+    """
     ranks = dist.get_world_size()
     torch.manual_seed(dist.get_rank())
     x = torch.randn(ranks, int(mib * 2**19) // ranks, device="cuda").to(torch.bfloat16)
     exact = nccl(operation, x.float())()
-    factor = (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
-    baseline = 0.0
+    # Bytes that each rank must at least send, as NCCL's own tests count them.
+    bus_bytes = x.nbytes * (ranks - 1) / ranks
+    if operation == "all_reduce":
+        bus_bytes *= 2  # a reduce-scatter and an all-gather
+    nccl_us = None
     for method, format, call in methods(operation, x, options, group):
-        row = {
+        error = relative_error(call().view(exact.shape), exact)
+        us = call_time(call)
+        if nccl_us is None:
+            nccl_us = us
+        yield {
             "operation": operation,
             "MiB": mib,
             "ranks": ranks,
             "method": method,
             "format": format,
+            "us": us,
+            "bus GB/s": bus_bytes / us / 1e3,
+            "x NCCL": nccl_us / us,
+            "error": error,
         }
-        row["error"] = relative_error(call().view(exact.shape), exact)
-        us = call_time(call)
-        baseline = baseline or us
-        yield {**row, "us": us, "bus GB/s": factor * x.nbytes / us / 1e3, "x NCCL": baseline / us}
 
 
 def run(options: Namespace) -> list[dict]:
-    """Measure every size; the rows of rank 0, none elsewhere."""
+    """Measure every size; the rows of rank 0, none elsewhere.
+
+    Raises:
+        SystemExit: it was not started by torchrun.
+    """
     if "RANK" not in os.environ:
         raise SystemExit(
-            "start it so: torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives"
+            "error: collectives need several ranks; run "
+            "torchrun --nproc-per-node 4 -m taco_kernels.benchmarks collectives"
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     try:
+        # Without symmetric memory the table still has the codecs over torch.distributed.
         reason = unavailable_reason(dist.group.WORLD)
         group = SymmetricGroup(dist.group.WORLD) if reason is None else None
-        sizes = product(options.operations, options.mib)
-        rows = [row for size in sizes for row in measure(*size, options, group)]
+        rows = []
+        for operation, mib in product(options.operations, options.mib):
+            rows.extend(measure(operation, mib, options, group))
         if dist.get_rank():
             return []
         print(f"NCCL {torch.cuda.nccl.version()}; symmetric memory: {reason or 'yes'}")

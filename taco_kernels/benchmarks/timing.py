@@ -11,57 +11,75 @@ from typing import NamedTuple
 import torch
 import triton
 
+from taco_kernels.common import ceil_div
 from taco_kernels.common.device import AS_IF
 
 REPEATS = 20
+"""Replays of which the median is taken."""
+WARM_UP = 0.02
+"""Seconds of replays before that, for full clocks."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COLUMNS = {"MiB": "g", "dtype": "", "codec": "", "operation": "", "us": ".1f", "GB/s": ".0f"}
-COLUMNS |= {"of copy": ".2f", "bits": ".3f", "error": ".4f"}
-"""Of ``timed_rows``, with formats. The last two: bits a value on the wire, relative L2 error."""
+COLUMNS = {
+    "MiB": "g",
+    "dtype": "",
+    "codec": "",
+    "operation": "",
+    "us": ".1f",
+    "GB/s": ".0f",
+    "of copy": ".2f",
+    "bits": ".3f",  # a value, on the wire
+    "error": ".4f",  # relative L2
+}
+"""Columns of ``timed_rows``, with the formats of their cells."""
 Operation = Callable[..., torch.Tensor]
 
 
 class Case(NamedTuple):
-    """What is timed."""
+    """An operation to be timed."""
 
     codec: str
     operation: str
     call: Callable[[int], object]
-    """On one of several buffer sets, by its number."""
+    """Runs it on one of several buffer sets, given by its number."""
     buffers: int
+    """Buffer sets."""
     moved: int
     """Bytes that a call reads and writes."""
     bits: float | None = None
+    """Bits of a value on the wire."""
     error: float | None = None
+    """Relative L2 error of a round trip."""
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative L2 error."""
-    return float((result.float() - exact.float()).norm() / exact.float().norm())
+    difference = result.float() - exact.float()
+    return float(difference.norm() / exact.float().norm())
 
 
 def buffers_for(bytes_each: int) -> int:
     """Buffer sets to rotate among, so that no call finds its data in the L2 cache."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return max(2, -(-4 * cache // max(bytes_each, 1)))
+    return max(2, ceil_div(4 * cache, max(bytes_each, 1)))
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     """Median time of one call in microseconds.
 
     ``calls`` do the same work on different buffers. All of them are captured in one CUDA graph, which takes
-    the host's launch time out; the median is over ``REPEATS`` replays, after 20 ms of them for full clocks.
+    the host's launch time out.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # what the calls read may still be on its way
     with torch.cuda.stream(stream):
-        calls[0]()
+        calls[0]()  # compiles, which a capture must not
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _results = [call() for call in calls]  # all at once: none reuses the memory of another
+        # All results live at once: no call reuses the memory of another, which would be in the cache.
+        _results = [call() for call in calls]
     begin = time.perf_counter()
-    while time.perf_counter() - begin < 0.02:
+    while time.perf_counter() - begin < WARM_UP:
         graph.replay()
         torch.cuda.synchronize()
     return median(graph.replay) / len(calls)
@@ -69,7 +87,8 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
 
 def median(call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
     """Median microseconds of ``call`` on the device, each after ``before``."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     times = []
     for _ in range(REPEATS):
         before()
@@ -82,44 +101,91 @@ def median(call: Callable[[], object], before: Callable[[], object] = lambda: No
 
 
 def case(
-    codec: str, operation: str, call: Operation, make: Callable[[], tuple], *figures: float
+    codec: str,
+    operation: str,
+    call: Operation,
+    make: Callable[[], tuple],
+    bits: float | None = None,
+    error: float | None = None,
 ) -> Case:
-    """``call(*make())``, which reads these tensors and writes its result; ``figures``: Case.bits, .error."""
-    first = make()
-    moved = sum(tensor.nbytes for tensor in (*first, call(*first)))
-    sets = [first, *[make() for _ in range(buffers_for(moved) - 1)]]
-    return Case(codec, operation, lambda i: call(*sets[i]), len(sets), moved, *figures)
+    """``call(*make())`` as a Case, over as many buffer sets as the cache asks for.
+
+    Args:
+        codec: name for the table.
+        operation: name for the table.
+        call: reads its arguments, tensors, and returns a tensor.
+        make: returns new arguments.
+        bits: of a value on the wire.
+        error: of a round trip.
+    """
+    sets = [make()]
+    # Every tensor is read once, and the result written once; buffers_for needs to know how large they are.
+    moved = sum(tensor.nbytes for tensor in sets[0]) + call(*sets[0]).nbytes
+    while len(sets) < buffers_for(moved):
+        sets.append(make())
+    return Case(codec, operation, lambda i: call(*sets[i]), len(sets), moved, bits, error)
+
+
+def copy_case(numel: int, dtype: torch.dtype) -> Case:
+    """A copy of a tensor, which the others are compared with.
+
+    It changes signs: the driver's own copy is slower at 1 GiB than kernels that read and write as much.
+    """
+    return case("-", "copy", torch.neg, lambda: (torch.randn(numel, device="cuda").to(dtype),))
 
 
 def timed_rows(
-    mib: float, name: str, cases: Callable[[int, torch.dtype], Iterable[Case]]
+    mib: float, dtype_name: str, cases: Callable[[int, torch.dtype], Iterable[Case]]
 ) -> Iterator[dict]:
-    """Rows of a size: a copy of so many MiB, and each of ``cases(numel, dtype)``.
+    """Time a copy and some cases, one row each.
 
-    The copy changes signs: the driver's own is slower at 1 GiB than kernels that read and write as much.
+    Args:
+        mib: size of the tensor.
+        dtype_name: key of DTYPES.
+        cases: returns the cases for a number of values and a dtype.
     """
-    dtype, rate = DTYPES[name], 0.0
+    dtype = DTYPES[dtype_name]
     numel = int(mib * 2**20) // dtype.itemsize
-    copy = case("-", "copy", torch.neg, lambda: (torch.randn(numel, device="cuda").to(dtype),))
-    for one in chain([copy], cases(numel, dtype)):
-        us = microseconds([partial(one.call, i) for i in range(one.buffers)])
-        speed = one.moved / us / 1e3
-        rate = rate or speed
-        row = {"MiB": mib, "dtype": name, "codec": one.codec, "operation": one.operation, "us": us}
-        yield row | {"GB/s": speed, "of copy": speed / rate, "bits": one.bits, "error": one.error}
+    copy_speed = None
+    # One case after the other, since each holds its buffers.
+    for timed in chain([copy_case(numel, dtype)], cases(numel, dtype)):
+        us = microseconds([partial(timed.call, i) for i in range(timed.buffers)])
+        speed = timed.moved / us / 1e3
+        if copy_speed is None:
+            copy_speed = speed
+        yield {
+            "MiB": mib,
+            "dtype": dtype_name,
+            "codec": timed.codec,
+            "operation": timed.operation,
+            "us": us,
+            "GB/s": speed,
+            "of copy": speed / copy_speed,
+            "bits": timed.bits,
+            "error": timed.error,
+        }
+
+
+def machine() -> str:
+    """The device and the versions that a table was measured with."""
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if os.environ.get(AS_IF):
+        facts["as if"] = os.environ[AS_IF]
+    facts["triton"] = triton.__version__
+    facts["python"] = platform.python_version()
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
 def report(rows: list[dict], columns: dict[str, str]) -> None:
-    """Print ``rows``, if any, as a Markdown table (``columns``: key to format)."""
+    """Print ``rows``, if any, as a Markdown table; ``columns`` maps their keys to formats."""
     if not rows:
         return
-    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    machine |= {"as if": os.environ[AS_IF]} if os.environ.get(AS_IF) else {}
-    machine |= {"triton": triton.__version__, "python": platform.python_version()}
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    print(machine())
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
     for row in rows:
-        cells = [
-            "-" if row.get(key) is None else format(row[key], spec) for key, spec in columns.items()
-        ]
+        cells = []
+        for key, spec in columns.items():
+            value = row.get(key)
+            cells.append("-" if value is None else format(value, spec))
         print("| " + " | ".join(cells) + " |")

@@ -132,6 +132,7 @@ def pack_kernel(
     value, code, sent, step, exponent = row_of(
         x + shard * x_stride, thresholds, row, shard, numel, BITS
     )
+    # Each value's index among the shard's codes; the first ``capacity`` are sent.
     index = tl.load(begins + shard * rows + row) + ranks_of(sent.to(tl.int32))
     sent = sent & (index < capacity)
     tl.store(values + shard * values_stride + index, code.to(values.dtype.element_ty), mask=sent)
@@ -186,6 +187,7 @@ def decode_sum_kernel(
         sender = tl.full((), 0, tl.int64) + w
         bitmap = words + sender * words_stride
         present = (tl.load(bitmap + row * 32 + bit)[:, None] >> bit[None, :]) & 1
+        # The tile's earlier rows, as bitmap words: their set bits are the codes before this row's.
         is_earlier = index < (row - first_row) * 32
         earlier = tl.load(bitmap + first_row * 32 + index, mask=is_earlier, other=0)
         start = tl.load(starts + sender * words_stride + row // TILE_ROWS)
@@ -232,8 +234,10 @@ def encode(
 
     counts = torch.empty((len(x), rows), dtype=torch.int32, device=x.device)
     start(count_kernel, grid, (x, thresholds, counts), (numel, rows, x.stride(0)), **constants)
+    # Where each row's codes begin. A row beyond the capacity begins at its end, and stores nothing.
     begins = (counts.cumsum(1) - counts).clamp(max=layout.capacity).int()
 
+    # Zeros: the padding, and codes up to the capacity, are part of the wire.
     wires = torch.zeros((len(x), layout.wire_bytes), dtype=torch.uint8, device=x.device)
     values, words, starts, exponents = _parts(wires, layout)
     starts[:, : layout.tiles] = begins[:, :: reference.TILE_ROWS]

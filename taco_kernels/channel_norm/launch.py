@@ -82,25 +82,26 @@ def partial_kernel(
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = (row < tokens)[:, None] & (column < channels)[None, :]
+    # 64 bits: a message may have more than 2^31 values.
     index = row.to(tl.int64)[:, None] * channels + column[None, :]
     value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
     count = tl.minimum(tokens - tl.program_id(0) * TOKENS, TOKENS).to(tl.float32)
     mean = tl.sum(value, axis=0) / count
-    kept = inside
+    counting = inside
     counts = tl.sum(inside.to(tl.float32), axis=0)
     if ROBUST:
         distance = tl.where(inside, tl.abs(value - mean[None, :]), 0.0)
         limit = tl.sum(distance, axis=0) / count * THRESHOLD
         # "not greater", so that a NaN counts and makes the channel's statistics NaN
-        kept = inside & ((distance > limit[None, :]) == 0)
-        counts = tl.sum(kept.to(tl.float32), axis=0)
-        mean = tl.sum(tl.where(kept, value, 0.0), axis=0) / counts
+        counting = inside & ((distance > limit[None, :]) == 0)
+        counts = tl.sum(counting.to(tl.float32), axis=0)
+        mean = tl.sum(tl.where(counting, value, 0.0), axis=0) / counts
     squares = (value - mean[None, :]) * (value - mean[None, :])
-    outside = tl.sum(tl.where(inside & (kept == 0), squares, 0.0), axis=0)
+    outside = tl.sum(tl.where(inside & (counting == 0), squares, 0.0), axis=0)
     means_at = partials + tl.program_id(0).to(tl.int64) * PARTS * channels + column
     tl.store(means_at + MEANS * channels, mean, mask=column < channels)
-    kept_squares = tl.sum(tl.where(kept, squares, 0.0), axis=0)
-    tl.store(means_at + SQUARES * channels, kept_squares, mask=column < channels)
+    counted_squares = tl.sum(tl.where(counting, squares, 0.0), axis=0)
+    tl.store(means_at + SQUARES * channels, counted_squares, mask=column < channels)
     tl.store(means_at + COUNTS * channels, counts, mask=column < channels)
     tl.store(means_at + OUTSIDE * channels, outside, mask=column < channels)
 
@@ -158,6 +159,7 @@ def statistics_kernel(
     """
     column = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = column < channels
+    # First pass: the mean of the tokens that count. TILES rows of partials are in flight together.
     total = tl.zeros([CHANNELS], tl.float32)
     counted = tl.zeros([CHANNELS], tl.float32)
     first = 0
@@ -169,6 +171,7 @@ def statistics_kernel(
     mean = (total / counted).to(tl.bfloat16)
     tl.store(statistics + column, mean, mask=inside)
 
+    # Second pass: squares about the mean as it is sent.
     squares = tl.zeros([CHANNELS], tl.float32)
     outside = tl.zeros([CHANNELS], tl.float32)
     first = 0
@@ -186,6 +189,7 @@ def statistics_kernel(
     # all have the mean that is sent, so the outliers' squares are about it.
     all_tokens = tl.full((), 1.0, tl.float32) * tokens
     rms_of_all = tl.sqrt_rn((squares + outside) / all_tokens).to(tl.bfloat16)
+    # A rounding of the mean alone is no spread: see EQUAL.
     is_equal = rms.to(tl.float32) <= EQUAL * tl.abs(mean.to(tl.float32))
     rms = tl.where(is_equal, rms_of_all, rms)
     tl.store(statistics + channels + column, rms, mask=inside)
@@ -239,6 +243,7 @@ def encode_kernel(
         z = load_tile(x, first, numel, (1, 1, 0, 0), FLAGS, SPEC).to(tl.float32)
         mean = tl.load(statistics + channel).to(tl.float32)
         z = (z - mean) * tl.load(inverses + channel)
+        # Outliers of the normalised values, which need not be those that the statistics leave out.
         if SPEC.OUTLIERS:
             words = empty_lists(SPEC)
             has_outliers, limit = find_outliers(z, groups - first, SPEC)
@@ -273,6 +278,7 @@ def decode_kernel(
         if SPEC.OUTLIERS:
             lists = any_list(wire, 0, first, groups, 1, SPEC)
             z = add_lists(z, lists, wire, 0, first, groups, 1, SPEC)
+        # A product and a sum, each rounded: no fused multiply-add, as in the reference.
         mean = tl.load(statistics + channel).to(tl.float32)
         z = z * tl.load(statistics + groups_per_token * SPEC.G + channel).to(tl.float32)
         store_tile(x, z + mean, first, numel, (1, 1, 0, 0), FLAGS, SPEC)

@@ -97,6 +97,7 @@ def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
         variance = (x - mean).square().masked_fill(left_out, 0.0).sum(0) / count
     else:
         variance, mean = torch.var_mean(x, dim=0, correction=0)
+    # E (x - s)^2 = E (x - m)^2 + (m - s)^2 for the mean m and any s: here the mean that is sent.
     sent_mean = mean.bfloat16()
     rms = (variance + (mean - sent_mean.float()).square()).sqrt().bfloat16()
     if robust:

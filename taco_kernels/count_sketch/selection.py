@@ -95,8 +95,9 @@ def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float
     counts.scatter_add_(1, union_classes.long(), torch.ones_like(union_classes, dtype=torch.int64))
     # share k is kept by values of class CLASSES - k and above
     union = counts.flip(1)[:, :CLASSES].cumsum(1).double() / samples
+    # of the share of a binomial sample
     deviation = (union * (1 - union) / samples).sqrt()
-    fits = union + CONFIDENCE * deviation <= density
+    fits = union + CONFIDENCE * deviation <= density  # true, then false, as the union grows with k
     chosen = (fits.sum(1) - 1).clamp(min=0)
     return thresholds.gather(1, chosen[:, None])[:, 0]
 
@@ -115,6 +116,7 @@ def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
     deviation = 0.0
     if count < numel:
         deviation = math.sqrt(share * (1 - share) / count)
+    # A little fewer than asked for: what does not fit a wire would have to wait.
     reached = max(1, math.floor((share - CONFIDENCE * deviation) * count))
     sample = x[:, sample_positions(numel, count, x.device)].abs()
     return sample.sort(dim=1, descending=True).values[:, reached - 1]

@@ -238,11 +238,13 @@ def row_hashes(layout: SketchLayout, seed: int, device: torch.device | str = "cp
         moved = k % 3
         d = (k + 1) % 3
         e = (k + 2) % 3
+        # What is added to one digit depends on the two others alone, so each round can be undone.
         counter = [digits[d] * third + digits[e], block, zero + STREAM + 1 + k, zero]
         word = philox(counter, seed)[0]
         digits[moved] = (digits[moved] + (word * third >> 32)) % third
     sketch_rows = [(block * 3 + j) * third + digit for j, digit in enumerate(digits)]
 
+    # Another counter word than the rounds above have: none of those numbers is used twice.
     word = philox([row, zero, zero + STREAM, zero], seed)[3][:, None]
     onto_first = torch.cat([0 * word, word >> 10 & 31, word >> 15 & 31], dim=1)
     masks = word & (layout.width - 1) ^ onto_first
@@ -306,7 +308,7 @@ def encode(
     values = _as_rows(x, layout)
     keep = _as_rows(magnitude_bits(x), layout) >= threshold_bits(thresholds)[:, None, None]
     keep &= (exponents != NON_FINITE)[..., None]
-    scaled = values * power_of_two(253 + mantissa - e)[..., None]
+    scaled = values * power_of_two(253 + mantissa - e)[..., None]  # by 1 / step, exactly
     largest = 2**mantissa - 1
     q = torch.where(keep, scaled, 0.0).round().clamp(-largest, largest).int()
     if remainder is not None:
@@ -402,6 +404,7 @@ def decode(
     unknown = bits.view(layout.rows, width).bool()
     union = unknown.sum()
 
+    # The members of every cell, from the bitmaps: how many there are, and the sum of their numbers.
     row, column = unknown.nonzero(as_tuple=True)
     cells = cells.clone()
     keys = torch.zeros_like(cells, dtype=torch.int64)
@@ -416,16 +419,19 @@ def decode(
         for j in range(3):  # one subtable at a time, where no member is met twice
             block, index = (subtables[:, j] >> COUNT_SHIFT == 1).nonzero(as_tuple=True)
             peeled = peeled or len(index) > 0
+            # With one member left, the sum of the numbers is its number; the mask gives its column.
             number = subtables[block, j, index] & (1 << COUNT_SHIFT) - 1
             row = number * layout.blocks + block
             column = index % width ^ hashes.masks[row, j]
             value = cells.view_as(subtables)[block, j, index] * hashes.signs[row, j]
             q[row, column] = value
             unknown[row, column] = False
+            # Take it out of all three of its cells, this one included, which then has no member.
             member_cells = hashes.cells_of(row, column, width)
             _add(keys, member_cells, -(number + (1 << COUNT_SHIFT))[:, None])
             _add(cells, member_cells, -value[:, None] * hashes.signs[row])
 
+    # What could not be peeled: an estimate from each of its cells, in which other members are noise.
     row, column = unknown.nonzero(as_tuple=True)
     estimates = cells[hashes.cells_of(row, column, width)] * hashes.signs[row]
     if layout.config.cell_bits == 16:

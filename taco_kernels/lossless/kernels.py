@@ -447,7 +447,7 @@ def encode_kernel(
 
 @triton.jit
 def escape_over_base(escapes, bit, mask, base):
-    """What the base must be xored with to become the exponent of an escape.
+    """The byte by which a base must be xored to become the exponent of an escape.
 
     Args:
         escapes: ``Escapes`` of the tile.

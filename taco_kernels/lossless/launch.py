@@ -21,7 +21,7 @@ def encode(x: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     if layout.raw:
         return reference.encode(x, layout)
     check_tensor("x", x, layout.dtype, (None, layout.numel))
-    if x.stride(1) != 1:
+    if x.stride(1) != 1:  # rows may lie anywhere, their values not
         x = x.contiguous()
     payloads = torch.empty((len(x), layout.payload_bytes), dtype=torch.uint8, device=x.device)
     payloads[:, :HEADER] = 0  # the kernel counts words in it

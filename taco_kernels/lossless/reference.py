@@ -163,7 +163,7 @@ class LosslessLayout:
 
     @functools.cached_property
     def raw(self) -> bool:
-        """Whether the row is stored as it is, because that is shorter."""
+        """True if the row is stored as it is, because that is shorter."""
         return self.coded_bytes >= self.raw_bytes
 
     @functools.cached_property
@@ -279,6 +279,7 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     bits = F.pad(bits, (0, layout.blocks * BLOCK - layout.numel))
     upper = (bits if is_bf16 else bits >> 16) & 0xFFFF
     exponent = (upper >> 7) & 0xFF
+    # [blocks, pairs of groups, even or odd, values]: the largest of each kind, the smaller of the two
     base = exponent.view(-1, GROUPS // 2, 2, GROUP).amax((1, 3)).amin(1)
     distance = (base.repeat_interleave(BLOCK) - exponent) & 255
     distance = _in_order_of_codes(distance)
@@ -293,7 +294,7 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     far_tiles = F.pad(is_far, (0, -len(is_far) % TILE)).view(-1, TILE).any(1).int()
     width = 4 * (1 + far_tiles)
     needed = (torch.bincount(tile, minlength=layout.tiles) * width + 31) // 32
-    starts = needed.cumsum(0) - needed
+    starts = needed.cumsum(0) - needed  # tiles in order; kernels allot words as programs come
     header = payload[:4].view(torch.int32)
     header[0] = needed.sum()
     if int(header) > layout.sizes.escape_words:
@@ -302,6 +303,7 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
     value = torch.where(far_tiles[tile].bool(), exponent[escape], near[escape])
     bit = number * width[tile]
     words = torch.zeros(layout.sizes.escape_words, dtype=torch.int64, device=row.device)
+    # Escapes share words but no bits, so adding is setting.
     words.index_add_(0, starts[tile] + bit // 32, value.long() << (bit % 32))
     area = payload[HEADER : offsets.starts].view(torch.int32)
     area.copy_(torch.where(words >= 2**31, words - 2**32, words))  # unsigned words, as int32

@@ -282,6 +282,7 @@ def slot_bytes() -> int:
 @lru_cache
 def channel_shape(world_size: int, programs: int) -> ChannelShape:
     """Compile-time constants of a channel for ``programs`` programs."""
+    # Slots are as large on every device: ranks of a host lay the memory out alike.
     slot = slot_bytes()
     flags = 2 * world_size * programs * FLAG_BYTES.value
     return ChannelShape.of(

@@ -31,7 +31,7 @@ OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
 
 
 def _device_of(device: torch.device) -> Device:
-    """What a launch needs to know of a channel's device."""
+    """The description of a channel's device that launches look at."""
     return device_number(-1 if device.index is None else device.index)
 
 
@@ -63,6 +63,7 @@ def all_reduce(
     """
     numel = x.numel()
     layout = launch.layout_of(x)
+    # Keys are plain tuples: this is done in every call, and a tuple is made and hashed fastest.
     if channel.world_size == 2 and config_out is None:
         key = (reduce_scatter_kernel, config, config, numel, numel, x.dtype, layout)
     else:
@@ -185,6 +186,7 @@ def _plan(
     walkable = rows is not None
     if not walkable:
         rows = launch.rows_of(None, size)
+    # The last group of the tensor, or of each piece, is not whole.
     tail = numel % size != 0 or piece % size != 0
 
     device = channel.table.device

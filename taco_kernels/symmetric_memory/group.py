@@ -83,6 +83,7 @@ def peer_access_reason(group: dist.ProcessGroup) -> str | None:
     accessible: if it is not, the group's construction says so. Collective, the same answer on every rank.
     """
     this_device = torch.cuda.current_device()
+    # A device's number differs between processes (CUDA_VISIBLE_DEVICES); its uuid does not.
     visible = {}
     for index in range(torch.cuda.device_count()):
         visible[str(torch.cuda.get_device_properties(index).uuid)] = index
@@ -144,6 +145,7 @@ class SymmetricGroup:
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = torch.device("cuda", torch.cuda.current_device())
+        # The same on every rank, as their devices are of one model: program p talks to programs p.
         programs = resident_programs(device_number(self.device.index))
         size = channel_bytes(self.world_size, programs)
         problem = None
