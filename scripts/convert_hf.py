@@ -30,6 +30,7 @@ import torch  # noqa: E402
 from megatron.core.dist_checkpointing import load_common_state_dict  # noqa: E402
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint  # noqa: E402
 
+from megatron.compression.frontends.megatron_lm.model_alone import built_model  # noqa: E402
 from megatron.compression.huggingface import models, weights  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -43,7 +44,7 @@ def import_model(folder: Path, save: str, dtype: str | None) -> None:
         raise InputError(
             f"weights of {dtype} are not covered; --dtype is one of {', '.join(DTYPES)}"
         )
-    with weights.built(str(folder), DTYPES[dtype]) as session:
+    with built_model(str(folder), DTYPES[dtype]) as session:
         weights.read(session.chunks[0], models.model_from_config(config), folder)
         session.args.save = save
         save_checkpoint(0, session.chunks, None, None, 0, release=True)
@@ -68,7 +69,7 @@ def export_model(load: str, like: Path, folder: Path, dtype: str | None) -> None
     config["torch_dtype"] = dtype or str(held).removeprefix("torch.")
     config.pop("dtype", None)  # transformers 5 has it as well
     folder.mkdir(parents=True, exist_ok=True)
-    with weights.built(str(like), held) as session:
+    with built_model(str(like), held) as session:
         session.args.load = load
         load_checkpoint(session.chunks, None, None)
         model = models.model_from_config(config)

@@ -12,6 +12,7 @@ megatron_lm.prepare()
 for name in (
     *(
         "megatron.compression.frontends.megatron_lm.entrypoint",
+        "megatron.compression.frontends.megatron_lm.model_alone",
         "megatron.compression.huggingface.weights",
     ),
     # what Megatron and torch load while a run goes on

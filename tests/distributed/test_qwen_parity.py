@@ -93,7 +93,7 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
     """
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
-    from megatron.compression.huggingface import weights
+    from megatron.compression.frontends.megatron_lm.model_alone import built_model
 
     layouts = {
         "TP 2": ["--tensor-model-parallel-size", "2"],
@@ -104,7 +104,7 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
     for family in FAMILIES:
         source = f"{folder}/{family}"
         for layout, words in layouts.items():
-            with weights.built(source, torch.float32, [*FLAGS, *words]) as session:
+            with built_model(source, torch.float32, [*FLAGS, *words]) as session:
                 session.args.load = f"{source}-megatron"
                 load_checkpoint(session.chunks, None, None)
                 if layout == "PP 2":

@@ -1,6 +1,8 @@
 """What may import what: no circles, dependencies point downwards, a class name is used once."""
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ DIMENSIONS = tuple(
     )
 )
 ABOVE = tuple(
-    f"{COMPRESSION}.{name}" for name in ("setup", "compression", "startup", "flags", "auto")
+    f"{COMPRESSION}.{name}" for name in ("session", "frontends", "bridge", "flags", "auto")
 )
 
 
@@ -115,3 +117,38 @@ def test_names_of_classes_are_unique() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert {name: count for name, count in names.items() if count > 1} == {}
+
+
+IMPORTING = """
+import atexit, importlib, sys
+
+registered, put = [], []
+register = atexit.register
+
+
+def noting(function, *args, **kwargs):
+    registered.append(f"{function.__module__}.{function.__qualname__}")
+    return register(function, *args, **kwargs)
+
+
+atexit.register = noting
+from megatron.compression.patches import symbols
+
+symbols.put = lambda owner, name, value, reason: put.append(name)
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+ours = [name for name in registered if name.startswith(("megatron.compression", "megatron.host", "taco_"))]
+print(ours, [name for _, name in symbols._replacements], put)
+"""
+"""Imports the modules that it is given, and prints what they have registered, replaced and put somewhere."""
+
+
+@pytest.mark.slow
+def test_nothing_happens_at_import() -> None:
+    """No function of another package is replaced, and nothing is registered for the end of the process."""
+    modules = [name for name in MODULES if not name.endswith("__main__")]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, *modules], capture_output=True, text=True, cwd=REPO
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[] [] []"

@@ -32,9 +32,13 @@ from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.policy import Rule
-from megatron.compression.errors import InputError, OneLineParser, require_extra
+from megatron.compression.errors import (
+    InputError,
+    OneLineParser,
+    megatrons_own_check,
+    require_extra,
+)
 from megatron.compression.flags import add_flags, resolve
-from megatron.compression.frontends.megatron_lm.checks import megatrons_own_check
 from megatron.compression.huggingface.models import add_qwen_arguments, expand
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.markdown import table
