@@ -6,7 +6,6 @@ import difflib
 import importlib.util
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -252,23 +251,6 @@ def explains(*functions: str) -> Callable[[Explanation], Explanation]:
         return explanation
 
     return register
-
-
-@explains(
-    "validate_args",
-    "core_transformer_config_from_args",
-    "initialize_model_parallel",
-    "build_pretraining_data_loader",
-)
-def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | None:
-    """Return the line of one of Megatron's own checks, with flags for the arguments of a bare assertion."""
-    if not isinstance(error, AssertionError | ValueError | RuntimeError):
-        return None
-    line = re.sub(
-        r"\bargs\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", first_line(error)
-    )
-    missing = re.fullmatch(r"required: (--[\w-]+) is not None", line)
-    return f"{missing[1]} is missing: give it" if missing else line
 
 
 def explain(error: BaseException, args: Namespace | None = None) -> str | None:

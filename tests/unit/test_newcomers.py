@@ -1,6 +1,6 @@
 """Mistakes of a first run: each is one line with the flags as typed, the numbers, and what to do.
 
-Most are found by Megatron's own assertions (``frontends.megatron_lm.megatron_checks``), some by ours (``checks``).
+Most are found by Megatron's own assertions (``megatron_checks``), some by ours (``checks``).
 """
 
 import sys

@@ -35,11 +35,11 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.errors import (
     InputError,
     OneLineParser,
-    megatrons_own_check,
     require_extra,
 )
 from megatron.compression.flags import add_flags, resolve
 from megatron.compression.huggingface.models import add_qwen_arguments, expand
+from megatron.compression.megatron_checks import megatrons_own_check
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.markdown import table
 from taco_kernels.common import ceil_div

@@ -12,13 +12,12 @@ from argparse import ArgumentParser, Namespace
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megatron import host
-from megatron.compression import flags
+from megatron.compression import flags, megatron_checks  # noqa: F401  (the second explains errors)
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
 from megatron.compression.frontends.megatron_lm import (
-    checkpoints,  # noqa: F401  (it explains errors, and so does the last one)
+    checkpoints,  # noqa: F401  (it explains errors)
     checks,
-    megatron_checks,  # noqa: F401
 )
 from megatron.compression.frontends.megatron_lm.implementation import (
     describe,
