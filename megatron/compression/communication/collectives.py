@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -122,38 +123,64 @@ def all_reduce(
     if ranks == 2 and codec.one_exchange and (x.dim() > 1 or not codec.sees_shape):
         return sum_of_two(x, codec.hops[0], transport, out)
     pieces = _pieces(x, codec, ranks)
-    first = pieces.first
-    second = pieces.second
-    shape = pieces.shape
-    dtype = x.dtype
     rows = (_padded(x, pieces) if pieces.missing else x).reshape(pieces.rows)
+    first = pieces.first
     if first.lossless:
         first, payloads = encode(first, rows, transport)
     else:
         payloads = first.encode(rows)
     received, pending = transport.all_to_all(payloads)
+    finish = partial(_sum_and_gather, received, first, pieces, x.shape, x.dtype, transport, out)
+    return Work(pending, finish, exchanges=2)
 
-    def sum_local_piece() -> Work:
-        addends = received.unsqueeze(1)
-        if second.lossless:
-            decoder, payload = sum_and_encode(first, addends, shape, dtype, second, transport)
-        else:
-            decoder = second
-            payload = first.decode_sum_encode(addends, shape, second)
-        gathered, pending = transport.all_gather(payload)
 
-        def decode() -> Tensor:
-            if pieces.missing:
-                total = joined(decoder.decode(gathered, shape, dtype), x.shape)
-                return total if out is None else out.copy_(total)
-            if out is None:
-                return decoder.decode(gathered, shape, dtype).reshape(x.shape)
-            rows = out.view(pieces.rows)
-            return decoder.decode_into(gathered, shape, dtype, rows).reshape(x.shape)
+def _sum_and_gather(
+    received: Tensor,
+    first: Codec,
+    pieces: _Pieces,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    transport: TorchTransport,
+    out: Tensor | None,
+) -> Work:
+    """Sum this rank's piece, and start the second exchange of an all-reduce.
 
-        return Work(pending, decode)
+    Args:
+        received: payloads of this rank's piece, from every rank.
+        first: decodes them.
+        pieces: how the tensor is divided.
+        shape: of the tensor.
+        dtype: of the tensor.
+        transport: carries the payload of the sum.
+        out: as of ``all_reduce``.
+    """
+    second = pieces.second
+    addends = received.unsqueeze(1)
+    if second.lossless:
+        second, payload = sum_and_encode(first, addends, pieces.shape, dtype, second, transport)
+    else:
+        payload = first.decode_sum_encode(addends, pieces.shape, second)
+    gathered, pending = transport.all_gather(payload)
+    return Work(pending, partial(_joined_sum, gathered, second, pieces, shape, dtype, out))
 
-    return Work(pending, sum_local_piece, exchanges=2)
+
+def _joined_sum(
+    gathered: Tensor,
+    second: Codec,
+    pieces: _Pieces,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    """Decode the sums of all pieces; arguments as of ``_sum_and_gather``, ``second`` decodes."""
+    if pieces.missing:
+        total = joined(second.decode(gathered, pieces.shape, dtype), shape)
+        return total if out is None else out.copy_(total)
+    if out is None:
+        return second.decode(gathered, pieces.shape, dtype).reshape(shape)
+    # Without zeros behind the values the pieces are decoded where they belong.
+    rows = out.view(pieces.rows)
+    return second.decode_into(gathered, pieces.shape, dtype, rows).reshape(shape)
 
 
 def sum_of_two(

@@ -153,6 +153,8 @@ class Policy:
             site: name of the site that sends it.
             layer: what ``--tp-compression-layers`` calls the site's layer.
         """
+        # One function, since a call costs each message: from what holds for the whole run to what holds for
+        # this message. The first reason to leave it uncompressed is the one that is counted.
         rule = self.rules.get(traffic)
         if rule is None or not rule.codecs:
             return _UNCOMPRESSED["off"]
