@@ -30,7 +30,7 @@ from megatron.compression.tensor_parallel.layers import (
 )
 
 _MARK = "sees_rank_local_data"
-"""Of parameters that all tensor-parallel ranks hold in whole, each with the gradient of its own stream."""
+"""Mark of parameters that all tensor-parallel ranks hold in whole, each with the gradient of its own stream."""
 
 _CLASSES = {
     CompressedRowParallelLinear: PartialRowParallelLinear,
@@ -49,8 +49,13 @@ class CaatNet(Dimension):
 
 
 def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> None:
-    """Make a GPT model, not wrapped, whose tensor-parallel layers have their sites, a CAAT-Net of this sync
-    fraction. Parameters and their names stay as they are."""
+    """Make a GPT model a CAAT-Net. Parameters and their names stay as they are.
+
+    Args:
+        chunk: not wrapped; its tensor-parallel layers have their sites.
+        config: has the sync fraction.
+        ledger: counts the sums of rank-local gradients.
+    """
     for path, module in chunk.named_modules():
         communicates = isinstance(module, (*_CLASSES, ColumnParallelLinear, RowParallelLinear))
         if communicates and getattr(module, "site", None) is None:
@@ -62,7 +67,8 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
         if isinstance(module, PartialRowParallelLinear):
             module.shared_channels = config.shared_channels(module.output_size)
         if isinstance(module, ColumnParallelLinear):
-            module.disable_grad_reduce, module.allreduce_dgrad = True, False
+            module.disable_grad_reduce = True
+            module.allreduce_dgrad = False
     _mark_rank_local(chunk)
     _check_layers(chunk)
     _share_weight_gradients(chunk)
@@ -70,7 +76,7 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
 
 
 def _check_layers(chunk: torch.nn.Module) -> None:
-    """Each layer has two partial outputs: another kind of layer would treat the streams as equal."""
+    """Refuse layers without two partial outputs: they would treat the streams as equal."""
     for path, layer in chunk.named_modules():
         if isinstance(layer, TransformerLayer):
             partial = sum(
@@ -116,32 +122,41 @@ def _sum_after_finalizing(config: TransformerConfig, ledger: Ledger) -> None:
 
 
 class _FinalizeAndSum:
-    """megatron-core's ``finalize_model_grads``, or what was there before, and then the sum."""
+    """megatron-core's ``finalize_model_grads``, or another function of the config's, and then the sum."""
 
     def __init__(self, finalize, ledger: Ledger) -> None:
-        self.finalize, self.ledger = finalize or finalize_model_grads, ledger
+        self.finalize = finalize or finalize_model_grads
+        self.ledger = ledger
 
     def __call__(
         self, model: list[torch.nn.Module], num_tokens=None, pg_collection=None, **options
     ) -> None:
         self.finalize(model, num_tokens, pg_collection=pg_collection, **options)
-        own = (
-            parallel_state.get_tensor_model_parallel_group()
-            if pg_collection is None
-            else pg_collection.tp
-        )
-        sum_rank_local_gradients(model, own, self.ledger)
+        if pg_collection is None:
+            group = parallel_state.get_tensor_model_parallel_group()
+        else:
+            group = pg_collection.tp
+        sum_rank_local_gradients(model, group, self.ledger)
 
 
 def sum_rank_local_gradients(
     model: list[torch.nn.Module], group: dist.ProcessGroup, ledger: Ledger
 ) -> None:
-    """Sum the gradients of all marked parameters over the tensor-parallel group, in one all-reduce."""
+    """Sum the gradients of all marked parameters over the tensor-parallel group, in one all-reduce.
+
+    Args:
+        model: the chunks of this pipeline stage.
+        group: the tensor-parallel ranks.
+        ledger: counts the sum.
+    """
     gradients = []
-    for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
-        if parameter.requires_grad and getattr(parameter, _MARK, False):
+    for chunk in model:
+        for parameter in chunk.parameters():
+            if not parameter.requires_grad or not getattr(parameter, _MARK, False):
+                continue
             gradient = getattr(parameter, "main_grad", None)
-            gradient = parameter.grad if gradient is None else gradient
+            if gradient is None:
+                gradient = parameter.grad
             if gradient is not None:
                 gradients.append(gradient.detach())
     if not gradients:

@@ -68,22 +68,39 @@ class _PartialRowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, site, shared, exchange, unfinished):
-        ctx.site, ctx.shared, ctx.has_bias = site, shared, bias is not None
-        ctx.exchange, ctx.unfinished = exchange, unfinished
+        """See ``PartialRowParallelLinear.forward``.
+
+        Args:
+            x: ``[s, b, h_in / W]``.
+            weight: ``[h_out, h_in / W]``, shared channels first.
+            bias: ``[h_out]`` or None.
+            site: of the layer.
+            shared: number of shared channels.
+            exchange: gets the exchange of the input gradient.
+            unfinished: gets what completes the weight's gradient.
+        """
+        ctx.site = site
+        ctx.shared = shared
+        ctx.has_bias = bias is not None
+        ctx.exchange = exchange
+        ctx.unfinished = unfinished
         ctx.save_for_backward(x, weight)
         scale = math.sqrt(site.group.size())
         rows = x.reshape(-1, x.shape[-1])
         output = x.new_empty(rows.shape[0], weight.shape[0])
+        # The shared channels first: their sum is under way during the private channels' GEMMs.
         partial_sum = torch.matmul(rows, weight[:shared].t())
         work = _sum_over_ranks(partial_sum, site, "tp.forward", output.nbytes - partial_sum.nbytes)
-        pieces = 2 if work.exchanges > 1 else 1
         private = weight[shared:].t()
+        pieces = 2 if work.exchanges > 1 else 1
         parts = zip(rows.chunk(pieces), output[:, shared:].chunk(pieces), strict=True)
         for number, (part, destination) in enumerate(parts):
-            if number:
+            if number > 0:
                 work.advance()
-            addend, beta = (destination, 0) if bias is None else (bias[shared:], scale)
-            torch.addmm(addend, part, private, beta=beta, alpha=scale, out=destination)
+            if bias is None:
+                torch.addmm(destination, part, private, beta=0, alpha=scale, out=destination)
+            else:
+                torch.addmm(bias[shared:], part, private, beta=scale, alpha=scale, out=destination)
         if bias is None:
             output[:, :shared] = work.wait()
         else:
@@ -93,7 +110,8 @@ class _PartialRowParallelLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
-        shared, scale = ctx.shared, math.sqrt(ctx.site.group.size())
+        shared = ctx.shared
+        scale = math.sqrt(ctx.site.group.size())
         rows = x.reshape(-1, x.shape[-1])
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         shared_gradient = grad_output[:, :shared].clone(memory_format=torch.contiguous_format)
@@ -103,11 +121,11 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             of_private = torch.matmul(private, weight[shared:])
-            ctx.exchange.work = work.then(
-                lambda total: torch.addmm(of_private, total, weight[:shared], beta=scale).view(
-                    x.shape
-                )
-            )
+
+            def add_shared(total: torch.Tensor) -> torch.Tensor:
+                return torch.addmm(of_private, total, weight[:shared], beta=scale).view(x.shape)
+
+            ctx.exchange.work = work.then(add_shared)
             grad_x = placeholder(x)
         if work.exchanges > 1 and not ctx.exchange.waiting:
             work.advance()
@@ -125,16 +143,26 @@ class _PartialRowParallelLinear(torch.autograd.Function):
             # This rank's stream alone: the ranks' are summed once an iteration (hooks.py).
             grad_bias = grad_output.sum(dim=0)
             grad_bias[shared:] *= scale
-        return grad_x, grad_weight, grad_bias, *(None,) * 4
+        # site, shared, exchange and unfinished have no gradients.
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class _LinearDeferring(torch.autograd.Function):
-    """``x @ weight.T + bias``; ``gradient`` computes the weight's, overlapped with another exchange."""
+    """``x @ weight.T + bias``, whose weight's gradient overlaps with another layer's exchange."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, gradient):
+        """Return the product.
+
+        Args:
+            x: ``[s, b, h_in]``.
+            weight: ``[h_out, h_in]``.
+            bias: ``[h_out]`` or None.
+            gradient: computes the weight's gradient.
+        """
         ctx.save_for_backward(x, weight)
-        ctx.gradient, ctx.has_bias = gradient, bias is not None
+        ctx.gradient = gradient
+        ctx.has_bias = bias is not None
         output = torch.matmul(x, weight.t())
         return output if bias is None else output + bias
 
@@ -159,9 +187,12 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
     traffic = ("tp.forward", "tp.backward")
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """``[s, b, h_in / W] -> [s, b, h_out]``, bias included: it is scaled with the private channels. The
-        bias's gradient is that of this rank's stream."""
-        weight, exchange = self.weight, InputGradientExchange()
+        """Map ``[s, b, h_in / W]`` to ``[s, b, h_out]``, bias included: it is scaled with the private channels.
+
+        The bias's gradient is that of this rank's stream.
+        """
+        weight = self.weight
+        exchange = InputGradientExchange()
         # The shared rows of the weight's gradient need the gradient's sum. They are never added to main_grad
         # here: no other backward of that weight does so, and DDP's hook adds it.
         unfinished: list[Callable[[], torch.Tensor]] = []
@@ -186,7 +217,7 @@ class StreamColumnParallelLinear(CompressedColumnParallelLinear):
     traffic = ()
 
     def _forward_impl(self, input, weight, *args, **kwargs):
-        prepared = self.following.use() if self.following is not None else None
+        prepared = None if self.following is None else self.following.use()
         if prepared is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
         weight, gradient = prepared
@@ -201,11 +232,17 @@ class StreamEmbedding(CompressedLanguageModelEmbedding):
     traffic = ("tp.backward",)
 
     def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
-        """Token ids ``[b, s]`` to ``[s, b, h]``; its backward has the only all-reduce of all channels."""
+        """Map token ids to ``[s, b, h]``; its backward has the only all-reduce of all channels.
 
-        def sum_over_streams(grad: torch.Tensor) -> torch.Tensor:
-            own = grad.clone(memory_format=torch.contiguous_format)
-            return _sum_over_ranks(own, self.site, "tp.backward").wait()
+        Args:
+            input_ids: ``[b, s]``.
+            position_ids: ``[b, s]``.
+            tokentype_ids: ``[b, s]`` or None.
+        """
+
+        def sum_over_streams(gradient: torch.Tensor) -> torch.Tensor:
+            total = gradient.clone(memory_format=torch.contiguous_format)
+            return _sum_over_ranks(total, self.site, "tp.backward").wait()
 
         embeddings = super().forward(input_ids, position_ids, tokentype_ids)
         return WithBackward.apply(embeddings, lambda x: x.view_as(x), sum_over_streams)

@@ -17,7 +17,7 @@ has called ``pair.forward`` and ``pair.backward``, which count them.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -341,6 +341,19 @@ class SiteMessagePair:
         assert self._backward is not None, "the backward was said to send nothing"
         traffic, decision = self._backward
         return self.site.message(traffic, operation, self.nbytes, decision)
+
+
+def enclosing_layer(module_path: str, layer_numbers: Mapping[str, int]) -> int | None:
+    """Return the number of the transformer layer that holds a module; None: it is in none.
+
+    Args:
+        module_path: of the module.
+        layer_numbers: numbers of the chunk's transformer layers, by their paths.
+    """
+    for path, number in layer_numbers.items():
+        if module_path.startswith(path + "."):
+            return number
+    return None
 
 
 def site_name(module_path: str, layer_number: int | None) -> str:

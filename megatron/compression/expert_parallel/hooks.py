@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression.communication.site import Run, layer_name, site_name
+from megatron.compression.communication.site import Run, enclosing_layer, layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.exchange import (
@@ -38,13 +38,13 @@ class ExpertParallel(Dimension):
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         groups = [group for chunk in chunks for group in self._attach_chunk(chunk)]
         if self.config.enabled:
-            for line in dict.fromkeys(
-                self.run.transports.prepare(dict.fromkeys(groups), fused=False)
-            ):
+            lines = self.run.transports.prepare(dict.fromkeys(groups), fused=False)
+            for line in dict.fromkeys(lines):  # several groups travel alike
                 self.log(f"compression: experts: {line}")
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
-        """Without compression such a dispatcher is not counted: the audit of the first iteration says so."""
+        """Return why a dispatcher's tokens could not be compressed, or None."""
+        # Without compression such a dispatcher is not counted: the audit of the first iteration says so.
         for chunk in chunks:
             for path, module in chunk.named_modules():
                 if not isinstance(module, MoELayer):
@@ -59,10 +59,14 @@ class ExpertParallel(Dimension):
         return None
 
     def _attach_chunk(self, chunk: torch.nn.Module) -> Iterator[dist.ProcessGroup]:
-        """Attach the expert layers of a chunk; the groups over which they send tokens."""
-        modules = dict(chunk.named_modules())
-        layers = {path: one for path, one in modules.items() if isinstance(one, TransformerLayer)}
-        experts = {path: one for path, one in modules.items() if isinstance(one, MoELayer)}
+        """Attach the expert layers of a chunk, and yield the groups over which they send tokens."""
+        layer_numbers = {}
+        experts = {}
+        for path, module in chunk.named_modules():
+            if isinstance(module, TransformerLayer):
+                layer_numbers[path] = module.layer_number
+            if isinstance(module, MoELayer):
+                experts[path] = module
         if experts:
             running.claim([chunk], self.run)
             communication.skip_in_layer_graphs()
@@ -76,17 +80,17 @@ class ExpertParallel(Dimension):
                 if self.config.enabled and (reason := self.refusal([chunk])):
                     raise CompressionConfigError(f"--ep-compression cannot compress {reason}")
                 continue
-            owner = next((one for one in layers if path.startswith(one + ".")), None)
-            number = layers[owner].layer_number if owner is not None else None
+            number = enclosing_layer(path, layer_numbers)
+            name = site_name(path, number)
+            layer = layer_name(path, number)
             symbols.change_class(dispatcher, compressed)
-            for step in ("dispatch", "combine"):
-                name = f"{site_name(path, number)}.{step}"
-                sites = self._sites(dispatcher, name, layer_name(path, number))
-                setattr(dispatcher, step, sites)
-                # Over this group the all-to-all dispatcher sends counts of tokens alone.
-                all_to_all = isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
-                counts_group = dispatcher.tp_ep_group if all_to_all else None
-                yield from (group for group in sites if group is not counts_group)
+            dispatcher.dispatch = self._sites(dispatcher, f"{name}.dispatch", layer)
+            dispatcher.combine = self._sites(dispatcher, f"{name}.combine", layer)
+            # Over all its ranks the all-to-all dispatcher sends counts of tokens alone.
+            counts_group = None
+            if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+                counts_group = dispatcher.tp_ep_group
+            yield from (group for group in dispatcher.dispatch if group is not counts_group)
 
     def _sites(self, dispatcher: MoETokenDispatcher, name: str, layer: int | str | None) -> Sites:
         """Return the sites of a dispatcher's step, by group.
@@ -131,5 +135,8 @@ def _count_router_sum(nbytes: int, ranks: int) -> None:
 
 
 def _compressed_class(cls: type) -> type | None:
-    """What a dispatcher becomes; None: it sends in a way of its own."""
-    return next((ours for one, ours in _CLASSES.items() if cls in (one, ours)), None)
+    """Return the class that a dispatcher becomes; None: it sends in a way of its own."""
+    for original, compressed in _CLASSES.items():
+        if cls in (original, compressed):
+            return compressed
+    return None

@@ -36,43 +36,53 @@ class InputGradientExchange:
         """Weight gradients that are still to be computed."""
 
     def advance(self) -> None:
-        """Finish the exchange in flight and start the next one, if there is any; the last one stays in flight
-        for as long as there is a weight gradient to compute."""
+        """Finish the exchange in flight and start the next one, if there is any.
+
+        The last one stays in flight for as long as there is a weight gradient to compute.
+        """
         if self.work is not None and self.work.exchanges > min(self.waiting, 1):
             self.work.advance()
 
     def wait(self) -> torch.Tensor:
-        """The summed gradient."""
+        """Wait for the exchange and return the summed gradient."""
         work, self.work = self.work, None
         return work.wait()
 
 
 class WeightGradient:
-    """One weight's gradient, computed when the engine comes to its node; with ``fusion`` added to
-    main_grad."""
+    """One weight's gradient, computed when the engine comes to its node.
+
+    Args:
+        exchange: overlaps with it.
+        weight: ``[h_out, h_in]``.
+        fusion: add the gradient to ``weight.main_grad``, where DDP has made one.
+    """
 
     def __init__(
         self, exchange: InputGradientExchange, weight: torch.Tensor, fusion: bool = False
     ) -> None:
-        self.exchange, self.weight, self.fusion = exchange, weight, fusion
+        self.exchange = exchange
+        self.weight = weight
+        self.fusion = fusion
         self._inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def provide(self, inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Say where the output gradient ``[n, h_out]`` and the input ``[n, h_in]`` come from."""
+        """Register where the output gradient ``[n, h_out]`` and the input ``[n, h_in]`` come from."""
         self._inputs = inputs
-        self.exchange.waiting += 1  # in each backward anew, where a graph is kept for several
+        # In each backward anew, where a graph is kept for several.
+        self.exchange.waiting += 1
 
     def compute(self) -> torch.Tensor | None:
-        """``grad_output.T @ input``, in two parts where the exchange has two and nothing else overlaps."""
+        """Return ``grad_output.T @ input``, or what autograd wants where it is added to ``main_grad``."""
         inputs, self._inputs = self._inputs, None
         grad_output, x = inputs()
         self.exchange.waiting -= 1
-        work = self.exchange.work
-        in_parts = work is not None and work.exchanges > 1 and not self.exchange.waiting
-        fused = self.fusion and hasattr(self.weight, "main_grad")  # DDP's
+        fused = self.fusion and hasattr(self.weight, "main_grad")
         gradient = self.weight.main_grad if fused else torch.empty_like(self.weight)
-        parts: Iterable = ((grad_output, gradient),)
-        if in_parts:
+        # In two parts where the exchange has two and no other weight gradient overlaps with the second.
+        work = self.exchange.work
+        parts: Iterable = [(grad_output, gradient)]
+        if work is not None and work.exchanges > 1 and not self.exchange.waiting:
             parts = zip(grad_output.chunk(2, dim=1), gradient.chunk(2), strict=True)
         for part, destination in parts:
             if fused:
@@ -101,13 +111,16 @@ def gradient_from(compute: Callable[[], torch.Tensor | None], x: torch.Tensor) -
 
 
 def placeholder(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A gradient of ``tensor``'s shape (or another) and dtype without memory, for a node that ignores it."""
+    """Return a gradient of ``tensor``'s dtype without memory, for a node that ignores it.
+
+    It has ``tensor``'s shape, or ``shape`` if given.
+    """
     return _zero(tensor.dtype, tensor.device).expand(tensor.shape if shape is None else shape)
 
 
 @functools.cache
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Made once: each backward of each layer asks for some, and a new one is a kernel."""
+    """Return a zero, made once: each backward of each layer asks for some, and a new one is a kernel."""
     return torch.zeros((), dtype=dtype, device=device)
 
 
@@ -133,7 +146,7 @@ class DeferredWeightGradient:
             self._prepared = gradient_from(gradient.compute, weight), gradient
 
     def use(self) -> tuple[torch.Tensor, WeightGradient] | None:
-        """The weight and what computes its gradient, once; called in the forward of the layer itself."""
+        """Return the weight and what computes its gradient, once; called in the forward of the layer itself."""
         prepared, self._prepared = self._prepared, None
         return prepared
 
@@ -296,7 +309,15 @@ def row_parallel_linear(
 
 
 def gather(site: CommSite, x: torch.Tensor, traffic: str) -> torch.Tensor:
-    """Return ``[W * n, ...]``: every rank's ``[n, ...]``, one after the other."""
+    """Gather every rank's tensor.
+
+    Args:
+        site: decides and sends.
+        x: ``[n, ...]``.
+        traffic: class of the message.
+
+    Returns: ``[W * n, ...]``, the ranks' parts one after the other.
+    """
     return site.message(traffic, "all_gather", x.nbytes * site.group.size()).start(x).wait()
 
 

@@ -22,52 +22,72 @@ from megatron.compression.tensor_parallel.config import HALVES, check_halves
 from megatron.compression.tensor_parallel.halves import Block, Linear, interleave
 
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
-"""What attention is given in both halves."""
+"""Arguments of the block that attention is given in both halves."""
 _OF_INFERENCE = ("inference_context", "inference_params")
-_NOT_HALVED = (
-    "context",
-    *_OF_INFERENCE,
-    "packed_seq_params",
-    "attention_bias",
-    "extract_layer_indices",
-)
+"""Arguments of the block with which it generates text."""
+_NOT_HALVED = ("context", "packed_seq_params", "attention_bias", "extract_layer_indices")
+"""Arguments of the block that halves do not support."""
 
 
 class Dropout:
-    """The dropout of one block's output, drawn once for the whole micro-batch; ``sizes``: sequences of each
-    half."""
+    """The dropout of one block's output in both halves.
+
+    The mask is drawn once for the whole micro-batch, when the first half asks, so that halves draw the random
+    numbers that the whole would.
+
+    Args:
+        probability: of a value to be dropped.
+        sizes: number of sequences of each half.
+    """
 
     def __init__(self, probability: float, sizes: Sequence[int]) -> None:
-        self.probability, self.sizes = probability, sizes
-        self._kept: list[torch.Tensor] = []
+        self.probability = probability
+        self.sizes = sizes
+        self._masks: list[torch.Tensor] = []
+        """Bool ``[s, b, h]`` of the halves that have not asked yet, True where a value stays."""
 
     def __call__(self, total: torch.Tensor) -> Linear | None:
-        """The next half's part of it; ``total`` is that half's ``[s, b, h]``."""
+        """Return the next half's dropout; ``total`` is that half's output ``[s, b, h]``."""
         if self.probability == 0:
             return None
-        if not self._kept:
+        if not self._masks:
             tokens, _, hidden = total.shape
-            kept = F.dropout(total.new_ones(tokens, sum(self.sizes), hidden), self.probability) != 0
-            self._kept = list(kept.split(self.sizes, 1))
-        kept, scale = self._kept.pop(0), 1 / (1 - self.probability)
-        return lambda x: x * scale * kept
+            ones = total.new_ones(tokens, sum(self.sizes), hidden)
+            mask = F.dropout(ones, self.probability) != 0
+            self._masks = list(mask.split(self.sizes, 1))
+        mask = self._masks.pop(0)
+        scale = 1 / (1 - self.probability)
+        return lambda x: x * scale * mask
 
 
 def blocks_of(
     layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence[Dropout]
 ) -> list[Block]:
-    """Attention, with its ``arguments``, and MLP of a layer; ``draws`` are of both outputs."""
-    attention, mlp = layer.self_attention, layer.mlp
+    """Return the attention and the MLP of a layer as blocks of one half.
+
+    Args:
+        layer: a ``TransformerLayer``.
+        arguments: of its attention, for this half.
+        draws: dropout of the attention's output, and of the MLP's.
+    """
+    attention = layer.self_attention
+    mlp = layer.mlp
     return [
         Block(
-            attention,
-            layer.input_layernorm,
-            attention.linear_qkv,
-            attention.linear_proj,
-            draws[0],
-            arguments,
+            module=attention,
+            norm=layer.input_layernorm,
+            column=attention.linear_qkv,
+            row=attention.linear_proj,
+            draw=draws[0],
+            arguments=arguments,
         ),
-        Block(mlp, layer.pre_mlp_layernorm, mlp.linear_fc1, mlp.linear_fc2, draws[1]),
+        Block(
+            module=mlp,
+            norm=layer.pre_mlp_layernorm,
+            column=mlp.linear_fc1,
+            row=mlp.linear_fc2,
+            draw=draws[1],
+        ),
     ]
 
 
@@ -82,14 +102,13 @@ class HalvesBlock(TransformerBlock):
     """
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
-        """``[s, b, h] -> [s, b, h]``, of what training and evaluation pass to megatron-core's.
+        """Map ``[s, b, h]`` to ``[s, b, h]``; arguments are megatron-core's, of training and evaluation.
 
-        Raises: InputError: an argument that halves do not support.
+        Raises:
+            InputError: an argument that halves do not support.
         """
         received = hidden_states if self.pre_process else self.input_tensor
-        # megatron-core's inference engine passes a wrapper of the tensor, which has no shape
-        whole = not self.layers or any(options.get(name) is not None for name in _OF_INFERENCE)
-        if whole or (not torch.is_grad_enabled() and received.shape[1] < 2):
+        if not self._halves(received, options):
             return super().forward(hidden_states, attention_mask, **options)
         if received.shape[1] < 2:
             raise InputError(f"a micro-batch of one sequence has no two halves; drop {HALVES}")
@@ -97,18 +116,19 @@ class HalvesBlock(TransformerBlock):
             if options.get(name) is not None:
                 raise InputError(f"{name} is not halved; drop {HALVES}")
         hidden_states = make_viewless_tensor(inp=received, requires_grad=True, keep_graph=True)
-        arguments = {name: options.get(name) for name in _PASSED_ON} | {
-            "attention_mask": attention_mask
-        }
-        of_ranks = tensor_parallel.get_cuda_rng_tracker().fork
-        with of_ranks() if self.config.sequence_parallel else nullcontext():
-            stream = (
-                hidden_states.float() if self.config.fp32_residual_connection else hidden_states
-            )
+        arguments = {name: options.get(name) for name in _PASSED_ON}
+        arguments["attention_mask"] = attention_mask
+        # As megatron-core's block: with sequence parallelism ranks draw different dropout.
+        random_state = nullcontext()
+        if self.config.sequence_parallel:
+            random_state = tensor_parallel.get_cuda_rng_tracker().fork()
+        with random_state:
+            stream = hidden_states
+            if self.config.fp32_residual_connection:
+                stream = stream.float()
             batch = stream.shape[1]
-            halves = [
-                half.contiguous() for half in stream.split([batch - batch // 2, batch // 2], 1)
-            ]
+            sizes = [batch - batch // 2, batch // 2]
+            halves = [half.contiguous() for half in stream.split(sizes, 1)]
             for layers, recomputed in self._recomputed_parts():
                 halves = self._run(layers, arguments, halves, recomputed)
         hidden_states = torch.cat(halves, 1)
@@ -116,52 +136,88 @@ class HalvesBlock(TransformerBlock):
             hidden_states = self.final_layernorm(hidden_states)
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
 
-    def _run(self, layers, arguments, halves, recomputed: bool) -> Sequence[torch.Tensor]:
+    def _halves(self, received: Any, options: dict[str, Any]) -> bool:
+        """Return whether this call is halved: not text generation, nor an evaluation of single sequences."""
+        if not self.layers or any(options.get(name) is not None for name in _OF_INFERENCE):
+            return False  # megatron-core's inference engine passes a wrapper of the tensor, without a shape
+        return torch.is_grad_enabled() or received.shape[1] >= 2
+
+    def _run(
+        self,
+        layers: Sequence[torch.nn.Module],
+        arguments: dict[str, Any],
+        halves: Sequence[torch.Tensor],
+        recomputed: bool,
+    ) -> Sequence[torch.Tensor]:
+        """Run layers on both halves and return their residual streams."""
+
         # Both halves in one checkpoint: its backward has one graph of them, as all of this needs.
         def run(*halves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return interleave(
-                self._blocks(layers, arguments, [half.shape[1] for half in halves]), halves
-            )
+            sizes = [half.shape[1] for half in halves]
+            return interleave(self._blocks(layers, arguments, sizes), halves)
 
         return tensor_parallel.checkpoint(run, False, *halves) if recomputed else run(*halves)
 
-    def _blocks(self, layers, arguments: dict[str, Any], sizes: Sequence[int]) -> list[Block]:
-        """Of these layers, in the order in which they run; ``arguments`` of the attentions are the whole
-        micro-batch's."""
-        mask, angles = arguments["attention_mask"], arguments["rotary_pos_emb"]
-        by_half = [arguments, arguments]
-        if mask is not None and mask.shape[0] == sum(sizes):
-            by_half = [arguments | {"attention_mask": part} for part in mask.split(sizes)]
-        if isinstance(angles, torch.Tensor) and angles.shape[1] == sum(
-            sizes
-        ):  # each sequence's (mrope)
-            parts = zip(by_half, angles.split(sizes, 1), strict=True)
-            by_half = [one | {"rotary_pos_emb": part} for one, part in parts]
+    def _blocks(
+        self,
+        layers: Sequence[torch.nn.Module],
+        arguments: dict[str, Any],
+        sizes: Sequence[int],
+    ) -> list[Block]:
+        """Return the blocks of both halves in the order in which they run.
+
+        Args:
+            layers: whose blocks they are.
+            arguments: of the attentions, for the whole micro-batch.
+            sizes: number of sequences of each half.
+        """
+        first_arguments, second_arguments = _arguments_by_half(arguments, sizes)
         blocks = []
         for layer in layers:
             probability = layer.hidden_dropout if self.training else 0.0
-            draws = [Dropout(probability, sizes) for _ in range(2)]
-            for pair in zip(
-                *(blocks_of(layer, of_half, draws) for of_half in by_half), strict=True
-            ):
-                blocks += pair
+            draws = [Dropout(probability, sizes), Dropout(probability, sizes)]
+            attention_1, mlp_1 = blocks_of(layer, first_arguments, draws)
+            attention_2, mlp_2 = blocks_of(layer, second_arguments, draws)
+            blocks += [attention_1, attention_2, mlp_1, mlp_2]
         return blocks
 
     def _recomputed_parts(self) -> list[tuple[Sequence[torch.nn.Module], bool]]:
-        """The layers in the parts that ``--recompute-method`` has, and whether each is recomputed."""
-        config, layers = self.config, list(self.layers)
+        """Return the layers in the parts that ``--recompute-method`` has, and whether each is recomputed."""
+        config = self.config
+        layers = list(self.layers)
         count = config.recompute_num_layers or 1
         if config.recompute_granularity != "full" or not self.training:
             return [(layers, False)]
-        if config.recompute_method == "uniform":
+        if config.recompute_method == "uniform":  # all layers, ``count`` in one checkpoint
             return [(layers[first : first + count], True) for first in range(0, len(layers), count)]
+        # block: the first ``count`` layers, one in each checkpoint
         return [([layer], True) for layer in layers[:count]] + [(layers[count:], False)]
+
+
+def _arguments_by_half(
+    arguments: dict[str, Any], sizes: Sequence[int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide the arguments of attentions that differ between sequences.
+
+    Args:
+        arguments: for the whole micro-batch.
+        sizes: number of sequences of each half.
+    """
+    first, second = dict(arguments), dict(arguments)
+    mask = arguments["attention_mask"]
+    if mask is not None and mask.shape[0] == sum(sizes):
+        first["attention_mask"], second["attention_mask"] = mask.split(sizes)
+    angles = arguments["rotary_pos_emb"]
+    if isinstance(angles, torch.Tensor) and angles.shape[1] == sum(sizes):  # as mrope has them
+        first["rotary_pos_emb"], second["rotary_pos_emb"] = angles.split(sizes, 1)
+    return first, second
 
 
 def attach(chunk: torch.nn.Module) -> None:
     """Make a model chunk's transformer block a ``HalvesBlock``.
 
-    Raises: CompressionConfigError: a layer that halves do not cover, or a setting.
+    Raises:
+        CompressionConfigError: a layer that halves do not cover, or a setting.
     """
     check_halves(chunk.config)
     decoder = getattr(chunk, "decoder", None)
@@ -180,22 +236,24 @@ def attach(chunk: torch.nn.Module) -> None:
 
 
 def _why_not_halved(layer: torch.nn.Module) -> str | None:
-    """What of a layer would not be computed if its modules are called instead of it."""
+    """Return what of a layer would not be computed if its modules were called instead of it, or None."""
     if type(layer) is not TransformerLayer:
         return f"is a {type(layer).__name__}"
     attention = layer.self_attention
+    mlp = layer.mlp
     if not isinstance(attention, SelfAttention) or isinstance(attention, MLASelfAttention):
         return f"has a {type(attention).__name__}"
-    if type(layer.mlp) is not MLP:
-        return f"has a {type(layer.mlp).__name__}"
-    others = layer.cross_attention, layer.pre_cross_attn_layernorm
-    if not all(isinstance(one, IdentityOp) for one in others):
-        return "has cross attention"
-    if any(one is not get_bias_dropout_add for one in (layer.self_attn_bda, layer.mlp_bda)):
-        return "adds to the residual stream in a way of its own"
-    linear = attention.linear_qkv, attention.linear_proj, layer.mlp.linear_fc1, layer.mlp.linear_fc2
-    if any(getattr(one, "site", None) is None for one in linear):
-        return "has linear layers of another kind"
+    if type(mlp) is not MLP:
+        return f"has a {type(mlp).__name__}"
+    for module in (layer.cross_attention, layer.pre_cross_attn_layernorm):
+        if not isinstance(module, IdentityOp):
+            return "has cross attention"
+    for add in (layer.self_attn_bda, layer.mlp_bda):
+        if add is not get_bias_dropout_add:
+            return "adds to the residual stream in a way of its own"
+    for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+        if getattr(linear, "site", None) is None:
+            return "has linear layers of another kind"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
         return "has hooks"
     return None

@@ -1,6 +1,6 @@
 """Puts tensor-parallel compression into a built model: every layer that communicates gets its site."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +19,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.objects import gather_objects
-from megatron.compression.communication.site import CommSite, Run, layer_name, site_name
+from megatron.compression.communication.site import (
+    CommSite,
+    Run,
+    enclosing_layer,
+    layer_name,
+    site_name,
+)
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.patches import communication, running, symbols
@@ -68,44 +74,52 @@ class TensorParallel(Dimension):
         self._engine = TransformerEngineLayers(run)
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
-        config, transports = self.config, self.run.transports
         running.claim(chunks, self.run)
         communication.through_regions(REGIONS)
         for chunk in chunks:
             self._attach_chunk(chunk)
-            if config.halves and any(True for _ in sites_of(chunk)):
+            if self.config.halves and any(True for _ in sites_of(chunk)):
                 halves_block.attach(chunk)
-        if config.enabled:
-            groups = dict.fromkeys(site.group for chunk in chunks for site in sites_of(chunk))
-            for line in transports.prepare(
-                groups
-            ):  # all ranks, also those whose chunks have no site
-                self.log(f"compression: {line}")
-            if config.halves and not all(transports.transport(group).overlaps for group in groups):
-                self.log(
-                    f"compression: {HALVES} makes messages smaller and overlaps with none: over symmetric "
-                    "memory a collective fills the device; drop it"
-                )
+        if self.config.enabled:
+            self._prepare_transports(chunks)
+
+    def _prepare_transports(self, chunks: list[torch.nn.Module]) -> None:
+        """Set up what carries payloads, and log it. Collective: also ranks whose chunks have no site call."""
+        transports = self.run.transports
+        groups = dict.fromkeys(site.group for chunk in chunks for site in sites_of(chunk))
+        for line in transports.prepare(groups):
+            self.log(f"compression: {line}")
+        overlaps = all(transports.transport(group).overlaps for group in groups)
+        if self.config.halves and not overlaps:
+            self.log(
+                f"compression: {HALVES} makes messages smaller and overlaps with none: over symmetric "
+                "memory a collective fills the device; drop it"
+            )
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
         """Refuse a part of a spec by site or layer that no site of any rank meets. Collective."""
-        by_site = (
-            any(";" in (text or "") for text in self.config.specs) or self.config.layers != "all"
-        )
-        if not by_site or parallel_state.get_tensor_model_parallel_world_size() == 1:
+        by_site = any(spec is not None and ";" in spec for spec in self.config.specs)
+        by_layer = self.config.layers != "all"
+        if not by_site and not by_layer:
             return
-        unmet = gather_objects(unmet_parts(chunks, self.config))
-        if nowhere := sorted(set.intersection(*unmet)):
+        if parallel_state.get_tensor_model_parallel_world_size() == 1:
+            return
+        # Another pipeline stage may have what this one lacks.
+        unmet_by_rank = gather_objects(unmet_parts(chunks, self.config))
+        unmet = sorted(set.intersection(*unmet_by_rank))
+        if unmet:
             raise CompressionConfigError(
-                f"{nowhere[0]} names nothing that this model sends over tensor parallelism; drop that part"
+                f"{unmet[0]} names nothing that this model sends over tensor parallelism; drop that part"
             )
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
-        return next(
-            (f"{path} {reason}" for chunk in chunks for path, reason in _uncovered(chunk)), None
-        )
+        for chunk in chunks:
+            for path, reason in _uncovered(chunk):
+                return f"{path} {reason}"
+        return None
 
     def _attach_chunk(self, chunk: torch.nn.Module) -> None:
+        """Give every layer of a chunk that communicates its class and its site."""
         layer_numbers = {
             path: module.layer_number
             for path, module in chunk.named_modules()
@@ -113,11 +127,11 @@ class TensorParallel(Dimension):
         }
 
         def names(path: str) -> tuple[str, int | str | None]:
-            layer = next((path_ for path_ in layer_numbers if path.startswith(path_ + ".")), None)
-            number = layer_numbers.get(layer)
+            number = enclosing_layer(path, layer_numbers)
             return site_name(path, number), layer_name(path, number)
 
-        if self.config.enabled:  # else it is not counted: the audit of the first iteration says so
+        # Without compression such a layer is not counted: the audit of the first iteration says so.
+        if self.config.enabled:
             for path, reason in _uncovered(chunk):
                 raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
         for path, module in communicating(chunk):
@@ -138,7 +152,7 @@ class TensorParallel(Dimension):
 
 
 def _uncovered(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """(path, why) of the layers that communicate in a way that no site covers."""
+    """Yield (path, reason) of the layers that communicate in a way that no site covers."""
     for path, module in communicating(chunk):
         if reason := why_not_covered(module):
             yield path, reason
@@ -148,33 +162,42 @@ def _uncovered(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
-    """The class that compresses what a module of megatron-core's sends, or why there is none."""
+    """Return the class that compresses what a module sends and None, or None and the reason why none does.
+
+    Both are None where the module is no layer of megatron-core's that communicates.
+    """
     base = next((base for base in _CLASSES if isinstance(module, base)), None)
     if base is None or not _communicates(module):
         return None, None
-    reason = _why_not_covered(module)
-    compressed = None if reason else _compressed_class(type(module), base)
+    if reason := _why_not_covered(module):
+        return None, reason
+    compressed = _compressed_class(type(module), base)
     if compressed is None:
-        reason = reason or f"{type(module).__name__} has a {_CLASSES[base][1][0]} of its own"
-    return compressed, reason
+        _, replaced_methods = _CLASSES[base]
+        return None, f"{type(module).__name__} has a {replaced_methods[0]} of its own"
+    return compressed, None
 
 
 def unmet_parts(chunks: list[torch.nn.Module], config: TensorParallelConfig) -> set[str]:
-    """The parts of the settings by site and layer that name nothing that these attached chunks send."""
+    """Return the parts of the settings by site and layer that name nothing that these attached chunks send."""
     messages: list[tuple[str, int | str | None, str]] = []
     for chunk in chunks:
         for module in chunk.modules():
             site = getattr(module, "site", None)
             if isinstance(site, CommSite):
-                messages += [(site.name, site.layer, one) for one in getattr(module, "traffic", ())]
-            of_tokens = getattr(getattr(module, "token_dispatcher", None), "dispatch", None)
-            for site in of_tokens.values() if isinstance(of_tokens, dict) else ():
-                messages += [(site.name, site.layer, one) for one in (site.forward, site.backward)]
+                for traffic in getattr(module, "traffic", ()):
+                    messages.append((site.name, site.layer, traffic))
+            # Ranks that share an expert send each other tokens as tensor parallelism's settings say.
+            token_sites = getattr(getattr(module, "token_dispatcher", None), "dispatch", None)
+            if isinstance(token_sites, dict):
+                for site in token_sites.values():
+                    messages.append((site.name, site.layer, site.forward))
+                    messages.append((site.name, site.layer, site.backward))
     return config.unmet_parts(messages)
 
 
 def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:
-    """The sites of a chunk's layers."""
+    """Yield the sites of a chunk's layers."""
     for module in chunk.modules():
         if isinstance(getattr(module, "site", None), CommSite):
             yield module.site
@@ -182,8 +205,10 @@ def sites_of(chunk: torch.nn.Module) -> Iterator[CommSite]:
 
 @cache
 def _compressed_class(cls: type, base: type) -> type | None:
-    """The class that compresses what ``cls``, a subclass of megatron-core's ``base``, sends; None where the
-    subclass does otherwise what ours would replace."""
+    """Return the class that compresses what ``cls``, a subclass of megatron-core's ``base``, sends.
+
+    None where the subclass does otherwise what ours would replace.
+    """
     ours, replaced = _CLASSES[base]
     if issubclass(cls, ours):
         return cls
@@ -197,13 +222,16 @@ def _compressed_class(cls: type, base: type) -> type | None:
 def _share_weight_gradient(module: torch.nn.Module) -> None:
     """Let a column-parallel layer defer the weight gradient of the row-parallel layer after it."""
     for first, second in (("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")):
-        column, row = getattr(module, first, None), getattr(module, second, None)
-        classes = (column, CompressedColumnParallelLinear), (row, CompressedRowParallelLinear)
-        if all(isinstance(one, ours) and one.site is not None for one, ours in classes):
+        column = getattr(module, first, None)
+        row = getattr(module, second, None)
+        if not isinstance(column, CompressedColumnParallelLinear) or column.site is None:
+            continue
+        if isinstance(row, CompressedRowParallelLinear) and row.site is not None:
             column.deferred = row.deferred = DeferredWeightGradient(row)
 
 
 def _communicates(module: torch.nn.Module) -> bool:
+    """Return whether a layer of megatron-core's sends anything itself."""
     ranks = module.tp_group.size()
     if getattr(module, "explicit_expert_comm", False):
         return False  # an expert: its layer's dispatcher communicates for it
@@ -213,6 +241,7 @@ def _communicates(module: torch.nn.Module) -> bool:
 
 
 def _why_not_covered(module: torch.nn.Module) -> str | None:
+    """Return why our class would not do what a layer does, or None."""
     if getattr(module, "gtp_remat_size", 1) > 1:
         return "its weight is sharded by --gtp-weight-remat-size; drop that flag"
     if module.config.defer_embedding_wgrad_compute and isinstance(module, ColumnParallelLinear):
@@ -229,32 +258,62 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
 
 
 def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> None:
-    """Count what a model chunk's inputs and its loss cost, exact by design, as tp.other: the batch's
-    broadcast in Megatron's loop; three fp32 all-reduces of one value a token in a vocabulary-parallel cross
-    entropy, also of each further token predicted, for which the largest logits and their places are gathered
-    in training."""
+    """Count what a model chunk's inputs and its loss cost, exact by design, as tp.other.
+
+    That is the batch's broadcast in Megatron's loop, and three fp32 all-reduces of one value a token in a
+    vocabulary-parallel cross entropy. Each further token predicted has its own cross entropy, for which in
+    training the largest logits and their indices are gathered.
+
+    Args:
+        chunk: counted when its forward ends.
+        ledger: counts.
+        broadcasts: tensor-parallel rank 0 sends the batch to its group.
+    """
     group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
     if group is None or group.size() == 1:
         return
-    ranks, context_ranks = group.size(), getattr(chunk.config, "context_parallel_size", 1)
+    ranks = group.size()
     record = partial(ledger.record_uncompressed, "tp.other", "exact")
 
-    def count(module, args, kwargs, output) -> None:
-        labels, last = kwargs.get("labels"), getattr(module, "post_process", True)
-        if last and labels is None:  # no training: generation has no batch either
+    def count(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        labels = kwargs.get("labels")
+        has_loss = getattr(module, "post_process", True)
+        if has_loss and labels is None:  # no training: generation has no batch either
             return
         if broadcasts and group.rank() == 0:
-            inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-            sent = (
-                sum(one.nbytes for one in inputs) * context_ranks
-            )  # each rank keeps its part of it
-            record("broadcast", sent, ranks)
-        if not last:
-            return
-        further = chunk.config.mtp_num_layers or 0
-        for _ in range(3 * (1 + further)):
-            record("all_reduce", 4 * labels.numel(), ranks)
-        for width in (chunk.config.params_dtype.itemsize, 8) * further if module.training else ():
-            record("all_gather", width * labels.numel() * ranks, ranks)
+            record("broadcast", _batch_bytes(chunk, [*args, *kwargs.values()]), ranks)
+        if has_loss:
+            _count_loss(chunk, record, labels.numel(), ranks, module.training)
 
     chunk.register_forward_hook(count, with_kwargs=True)
+
+
+def _batch_bytes(chunk: torch.nn.Module, inputs: list) -> int:
+    """Return the bytes of a batch, of which each context-parallel rank keeps its part."""
+    local = sum(tensor.nbytes for tensor in inputs if isinstance(tensor, torch.Tensor))
+    return local * getattr(chunk.config, "context_parallel_size", 1)
+
+
+def _count_loss(
+    chunk: torch.nn.Module,
+    record: Callable[[str, int, int], None],
+    tokens: int,
+    ranks: int,
+    training: bool,
+) -> None:
+    """Count the collectives of a forward's losses.
+
+    Args:
+        chunk: the last one of the model.
+        record: counts (operation, buffer bytes, ranks).
+        tokens: of the batch.
+        ranks: that share the vocabulary.
+        training: further tokens' accuracies are logged.
+    """
+    further = chunk.config.mtp_num_layers or 0
+    for _ in range(3 * (1 + further)):
+        record("all_reduce", 4 * tokens, ranks)
+    if training:
+        for _ in range(further):
+            record("all_gather", chunk.config.params_dtype.itemsize * tokens * ranks, ranks)
+            record("all_gather", 8 * tokens * ranks, ranks)  # int64 indices

@@ -1,7 +1,13 @@
 """Tensor-parallel layers whose collectives go through a site.
 
 Each is megatron-core's layer with its communication replaced. Without a site (``hooks.attach`` gives it one)
-a layer is megatron-core's. Messages that are not compressed go megatron-core's own way and are counted.
+a layer is megatron-core's. With one, its forward asks the site once, for both directions:
+
+    messages = self.site.pair(...)           how the forward's and the backward's messages are sent
+    if not messages.compressed:              megatron-core's own functions send them, and they are counted
+    else:                                    our functions (functions.py) send them
+
+Where only one direction is compressed our functions send the other one as well, uncompressed.
 """
 
 from collections.abc import Callable
@@ -35,11 +41,15 @@ from megatron.compression.tensor_parallel.functions import (
 )
 
 BOTH = ("tp.forward", "tp.backward")
+"""Traffic classes of a layer that sends in both directions."""
 
 
 class CompressedRowParallelLinear(RowParallelLinear):
-    """Row-parallel linear layer: attention projection and fc2. Compressed: the forward's all-reduce; with
-    sequence parallelism its reduce-scatter and the backward's all-gather."""
+    """Row-parallel linear layer: attention projection and fc2.
+
+    Compressed: the forward's all-reduce; with sequence parallelism the forward's reduce-scatter and the
+    backward's all-gather.
+    """
 
     site: CommSite | None = None
     deferred: DeferredWeightGradient | None = None
@@ -63,6 +73,7 @@ class CompressedRowParallelLinear(RowParallelLinear):
         return output, bias
 
     def _product(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output and the bias, as ``forward``, of our function or of megatron-core's layer."""
         if self.site is None:
             return super().forward(input_)
         tokens = input_.numel() // input_.shape[-1]
@@ -86,8 +97,11 @@ class CompressedRowParallelLinear(RowParallelLinear):
 
 
 class CompressedColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear layer: qkv, fc1 and the output layer. Compressed: the all-reduce of the input
-    gradient; with sequence parallelism the input's all-gathers and its gradient's reduce-scatter."""
+    """Column-parallel linear layer: qkv, fc1 and the output layer.
+
+    Compressed: the all-reduce of the input gradient; with sequence parallelism the all-gathers of the input
+    in both directions and the reduce-scatter of its gradient.
+    """
 
     site: CommSite | None = None
     deferred: DeferredWeightGradient | None = None
@@ -95,9 +109,11 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
 
     @property
     def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
         return BOTH if self.sequence_parallel else ("tp.backward",)
 
     def _forward_impl(self, input, weight, *args, **kwargs):
+        """Return the product ``[s, b, h_out / W]``, in place of megatron-core's function."""
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
         if self.site is None or not communicates:
             return super()._forward_impl(input, weight, *args, **kwargs)
@@ -128,12 +144,16 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
 
 
 class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
-    """Vocabulary-parallel embedding: the forward's all-reduce, or its reduce-scatter and their all-gather."""
+    """Vocabulary-parallel embedding.
+
+    Compressed: the forward's all-reduce, or its reduce-scatter and the all-gather of the gradients.
+    """
 
     site: CommSite | None = None
 
     @property
     def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
         return BOTH if self.reduce_scatter_embeddings else ("tp.forward",)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -147,14 +167,15 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
         if not messages.compressed:
             _count_reduction(messages, scatters, has_backward(self.weight))
             return super().forward(input_)
-        elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        local_ids = (input_ - self.vocab_start_index).masked_fill(elsewhere, 0)
+        # Each rank has the rows of its part of the vocabulary, and zeros for all other ids.
+        on_other_rank = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        local_ids = (input_ - self.vocab_start_index).masked_fill(on_other_rank, 0)
         # F.embedding's backward is not deterministic on CUDA; indexing's is.
         if self.deterministic_mode:
             rows = self.weight[local_ids]
         else:
             rows = F.embedding(local_ids, self.weight)
-        rows = rows.masked_fill(elsewhere[..., None], 0)
+        rows = rows.masked_fill(on_other_rank[..., None], 0)
         if scatters:
             return WithBackward.apply(
                 rows.transpose(0, 1),
@@ -169,22 +190,33 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
 
 
 class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
-    """Word and position embeddings under sequence parallelism. Compressed: the backward's all-gather of the
-    slice that each rank keeps; without learned positions the vocabulary embedding scatters itself."""
+    """Word and position embeddings under sequence parallelism.
+
+    Compressed: the backward's all-gather of the gradient of the tokens that each rank keeps. Without learned
+    positions the vocabulary embedding scatters its tokens itself.
+    """
 
     site: CommSite | None = None
 
     @property
     def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
         return ("tp.backward",) if self._scatters else ()
 
     @property
     def _scatters(self) -> bool:
+        """Whether each rank keeps a part of the tokens here."""
         scatters = self.config.sequence_parallel and self.scatter_to_sequence_parallel
         return scatters and not self.reduce_scatter_embeddings
 
     def forward(self, input_ids, position_ids, tokentype_ids=None) -> torch.Tensor:
-        """Token ids ``[b, s]`` to ``[s / W, b, h]``."""
+        """Map token ids ``[b, s]`` to ``[s / W, b, h]``.
+
+        Args:
+            input_ids: ``[b, s]``.
+            position_ids: ``[b, s]``.
+            tokentype_ids: ``[b, s]`` or None.
+        """
         if self.site is None or not self._scatters:
             return super().forward(input_ids, position_ids, tokentype_ids)
         # In the type of the residual stream, in which megatron-core scatters them.
@@ -215,8 +247,11 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
 
 
 class CompressedSelfAttention(SelfAttention):
-    """Self-attention of fewer query groups than tensor-parallel ranks, in which megatron-core gathers the
-    output of ``linear_qkv``. Compressed: that all-gather, and the reduce-scatter of its gradient."""
+    """Self-attention of fewer query groups than tensor-parallel ranks.
+
+    megatron-core gathers the output of ``linear_qkv`` then. Compressed: that all-gather, and the
+    reduce-scatter of its gradient.
+    """
 
     site: CommSite | None = None
     traffic = BOTH
@@ -228,8 +263,16 @@ class CompressedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple:
-        """Queries ``[s, b, heads / W, d]`` and this rank's group's keys and values ``[s, b, 1, d]``; without
-        ``split_qkv`` the group's columns as they are, and the sizes of their three parts."""
+        """Return this rank's queries and its group's keys and values.
+
+        Args:
+            hidden_states: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
+            key_value_states: for megatron-core's method.
+            output_gate: for megatron-core's method, which is refused with compression.
+            split_qkv: False: return the group's columns as they are, and the sizes of their three parts.
+
+        Returns: queries ``[s, b, heads / W, d]``, keys and values ``[s, b, 1, d]``.
+        """
         inherited = super().get_query_key_value_tensors
         if self.site is None or output_gate:
             return inherited(hidden_states, key_value_states, output_gate, split_qkv)
@@ -268,23 +311,30 @@ class CompressedSelfAttention(SelfAttention):
 
 
 class CompressedLatentAttention(MLASelfAttention):
-    """Multi-latent attention. Compressed: the gather of the keys' positions under sequence parallelism, and
-    the reduce-scatter of their gradient, by size like every message; what sharded projections down gather."""
+    """Multi-latent attention.
+
+    Compressed: under sequence parallelism the gather of the keys' positions and the reduce-scatter of their
+    gradient, and what sharded projections down gather.
+    """
 
     site: CommSite | None = None
 
     @property
     def traffic(self) -> tuple[str, ...]:
+        """The traffic classes of this layer's messages."""
         return BOTH if self.config.sequence_parallel else ()
 
     def get_query_key_value_tensors(self, *args, **kwargs) -> tuple:
-        """As megatron-core's."""
+        """Return what megatron-core's method does, whose gathers go through the site."""
         return _running(self.site, super().get_query_key_value_tensors, *args, **kwargs)
 
 
 class CompressedPredictionLayer(MultiTokenPredictionLayer):
-    """A multi-token-prediction layer. Compressed: the gather of its projection's output, and the gather of
-    the gradient of the tokens that each rank keeps of it under sequence parallelism."""
+    """A multi-token-prediction layer.
+
+    Compressed: the gather of its projection's output, and under sequence parallelism the gather of the
+    gradient of the tokens that each rank keeps of it.
+    """
 
     site: CommSite | None = None
     traffic = CompressedRowParallelLinear.traffic
@@ -293,24 +343,30 @@ class CompressedPredictionLayer(MultiTokenPredictionLayer):
         return _running(self.site, super()._concat_embeddings, *args, **kwargs)
 
 
-_site: ContextVar[CommSite | None] = ContextVar("site", default=None)
-"""That of the layer that gathers or scatters between its linear layers, by functions that get no layer."""
+_active_site: ContextVar[CommSite | None] = ContextVar("active_site", default=None)
+"""The site of the layer that runs and gathers or scatters by functions that get no layer; None: no layer of
+ours."""
 
 
 def _running(site: CommSite | None, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    token = _site.set(site)
+    """Call a layer's method with its site active."""
+    token = _active_site.set(site)
     try:
         return method(*args, **kwargs)
     finally:
-        _site.reset(token)
+        _active_site.reset(token)
 
 
 def _instead(ours: Callable[[CommSite, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a replacement of a function of megatron-core's: ``ours(site, x)`` where a site is active."""
+
     def call(
         original: Callable[..., torch.Tensor], input_: torch.Tensor, *args: Any, **kwargs: Any
-    ):
-        site = _site.get()
-        return original(input_, *args, **kwargs) if site is None else ours(site, input_)
+    ) -> torch.Tensor:
+        site = _active_site.get()
+        if site is None:
+            return original(input_, *args, **kwargs)
+        return ours(site, input_)
 
     return call
 
@@ -320,8 +376,8 @@ REGIONS = {
     "gather_from_tensor_model_parallel_region": _instead(gather_channels),
     "scatter_to_sequence_parallel_region": _instead(scatter_tokens),
 }
-"""What stands for functions of megatron-core in ``CompressedLatentAttention``'s and
-``CompressedPredictionLayer``'s modules."""
+"""Replacements of functions in the modules of ``CompressedLatentAttention`` and ``CompressedPredictionLayer``,
+by their names in megatron-core."""
 
 
 def _count_reduction(messages: MessagePair, sequence_parallel: bool, backward: bool) -> None:
@@ -335,5 +391,5 @@ def _count_reduction(messages: MessagePair, sequence_parallel: bool, backward: b
 
 
 def has_backward(*inputs: torch.Tensor) -> bool:
-    """Whether a backward will come to what is computed of ``inputs`` now: once for each such forward."""
+    """Return whether a backward will come to what is computed of ``inputs`` now."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
