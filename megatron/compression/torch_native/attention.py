@@ -35,14 +35,14 @@ from megatron.compression.tensor_parallel.layers import CompressedLatentAttentio
 USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"
 
-# Kernels that each --attention-backend allows. None is torch's own order (on Hopper cuDNN before flash),
-# which also saves the host 30 microseconds a call.
 _KERNELS = {
+    # torch's own order (on Hopper cuDNN before flash), which also saves the host 30 microseconds a call
     AttnBackend.auto: None,
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
     AttnBackend.fused: [SDPBackend.CUDNN_ATTENTION],
     AttnBackend.unfused: [SDPBackend.MATH],
 }
+"""Kernels that each ``--attention-backend`` allows; None: any."""
 _DETERMINISTIC_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 _MASK_TYPES = (
     AttnMaskType.causal,
@@ -60,8 +60,17 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
     divides the scores by the layer number and multiplies them back before the softmax, changes nothing.
 
     Args:
+        config: of the model.
+        layer_number: from 1.
+        attn_mask_type: causal, padding, arbitrary or none.
+        attention_type: self or cross; the tensors say as much.
+        attention_dropout: probability; None: the config's.
+        softmax_scale: of the scores; None: one over the root of the head's width.
+        pg_collection: has the ranks that share a sequence; None: Megatron's.
         unused: ``cp_comm_type`` (keys and values are gathered), widths of keys and values (their tensors').
-    Raises: InputError: a setting that this attention does not have; the message names the flag to change.
+
+    Raises:
+        InputError: a setting that this attention does not have; the message names the flag to change.
     """
 
     def __init__(
@@ -86,10 +95,10 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
             config.attention_dropout if attention_dropout is None else attention_dropout
         )
         if config.context_parallel_size > 1:
-            given = getattr(pg_collection, "cp", None)
-            self.context_group = (
-                parallel_state.get_context_parallel_group() if given is None else given
-            )
+            group = getattr(pg_collection, "cp", None)
+            if group is None:
+                group = parallel_state.get_context_parallel_group()
+            self.context_group = group
         if config.deterministic_mode and config.attention_backend is AttnBackend.auto:
             self.kernels = _DETERMINISTIC_KERNELS
         else:
@@ -105,16 +114,23 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Attend over this rank's heads: ``[sq, b, heads * head_dim]``, of the values' head_dim.
+        """Attend over this rank's heads.
 
         Args:
             query: ``[sq, b, heads, head_dim]``.
-            key, value: ``[sk, b, groups, head_dim]``; heads is a multiple of groups. Values may have
-                another head_dim.
+            key: ``[sk, b, groups, head_dim]``; heads is a multiple of groups.
+            value: likewise, but it may have another head_dim.
             attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is NOT
                 allowed; it replaces the causal one. A row without any allowed position gives finite numbers
                 of no meaning (megatron-core: the mean of all values).
-        Raises: InputError: an argument that is not covered, or that no kernel of ``--attention-backend`` has.
+            attn_mask_type: of this call; None: that of the layer.
+            attention_bias: not covered.
+            packed_seq_params: not covered.
+
+        Returns: ``[sq, b, heads * head_dim]``, of the values' head_dim.
+
+        Raises:
+            InputError: an argument that is not covered, or that no kernel of ``--attention-backend`` has.
         """
         if packed_seq_params is not None:
             raise InputError(
@@ -137,30 +153,35 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
         key, value = gather_sequence(key, value, self.context_group, self.context_site)
         if not causal:
             return self._attend(query, key, value, allowed, False)
+        # This rank's queries are two chunks of the sequence; each sees the keys up to its own end.
         contexts = []
         numbers = chunks_of(self.context_group.rank(), self.context_group.size())
-        for number, part in zip(numbers, query.chunk(2), strict=True):
-            seen = (number + 1) * part.size(0)
-            contexts.append(self._attend(part, key[:seen], value[:seen], None, True))
+        for number, chunk in zip(numbers, query.chunk(2), strict=True):
+            end = (number + 1) * chunk.size(0)
+            contexts.append(self._attend(chunk, key[:end], value[:end], None, True))
         return torch.cat(contexts)
 
     def _attend(
         self, query, key, value, allowed: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
-        """``[sq, b, heads * head_dim]``; ``allowed`` is broadcastable to ``[b, heads, sq, sk]``. Causal
-        queries that are fewer than the keys are those of the last positions."""
+        """Return ``[sq, b, heads * head_dim]``.
+
+        Args:
+            query: ``[sq, b, heads, head_dim]``.
+            key: ``[sk, b, groups, head_dim]``.
+            value: likewise.
+            allowed: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is allowed; None: all.
+            causal: each query sees the keys up to its own position. Queries that are fewer than the keys are
+                those of the last positions.
+        """
         if causal and query.size(0) < key.size(0):
-            allowed, causal = _last_positions(query, key), False
+            allowed = _last_positions(query, key)
+            causal = False
         # [s, b, n, d] -> [b, n, s, d], as views.
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout_p = self.dropout_p if self.training else 0.0
-        # Tensor-parallel ranks hold different heads and draw different dropout. With sequence parallelism the
-        # transformer block has already entered that state.
-        forks = dropout_p > 0 and not self.config.sequence_parallel
-        as_is = contextlib.nullcontext()
-        random_state = get_cuda_rng_tracker().fork() if forks else as_is
         try:
-            with random_state, as_is if self.kernels is None else sdpa_kernel(self.kernels):
+            with self._random_state(dropout_p), self._kernel_choice():
                 context = F.scaled_dot_product_attention(
                     query,
                     key,
@@ -172,31 +193,45 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
                     enable_gqa=query.size(1) != key.size(1),
                 )
         except RuntimeError as error:
-            if not any(
-                words in str(error) for words in ("No available kernel", "No viable backend")
-            ):
-                raise
-            order = allowed is None or isinstance(allowed, CausalBias)
-            mask = "no mask" if order else f"a {allowed.dtype} mask {list(allowed.shape)}"
-            raise InputError(
-                f"--attention-backend {self.config.attention_backend.name} has no kernel for {query.dtype} "
-                f"queries {list(query.shape)} on {query.device.type} with {mask}; "
-                "use --attention-backend auto"
-            ) from error
+            if "No available kernel" in str(error) or "No viable backend" in str(error):
+                raise InputError(self._without_kernel(query, allowed)) from error
+            raise
         return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _random_state(self, dropout_p: float) -> contextlib.AbstractContextManager:
+        """Return the random state of dropout: tensor-parallel ranks hold different heads and draw different
+        numbers."""
+        # With sequence parallelism the transformer block has already entered that state.
+        if dropout_p > 0 and not self.config.sequence_parallel:
+            return get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()
+
+    def _kernel_choice(self) -> contextlib.AbstractContextManager:
+        """Return the context in which torch chooses among the kernels of ``--attention-backend``."""
+        return contextlib.nullcontext() if self.kernels is None else sdpa_kernel(self.kernels)
+
+    def _without_kernel(self, query: torch.Tensor, allowed: torch.Tensor | None) -> str:
+        """Return the error's line where no kernel takes these queries ``[b, heads, sq, head_dim]``."""
+        mask = "no mask"
+        if allowed is not None and not isinstance(allowed, CausalBias):
+            mask = f"a {allowed.dtype} mask {list(allowed.shape)}"
+        return (
+            f"--attention-backend {self.config.attention_backend.name} has no kernel for {query.dtype} "
+            f"queries {list(query.shape)} on {query.device.type} with {mask}; use --attention-backend auto"
+        )
 
 
 def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Where queries ``[sq, ...]`` of the last positions of keys ``[sk, ...]`` may look: on a GPU torch's own
-    mark of that order, with which flash needs no mask."""
+    """Return the mask of queries ``[sq, ...]`` that are those of the last positions of keys ``[sk, ...]``.
+
+    On a GPU that is torch's own mark of the order, with which flash needs no mask.
+    """
     if query.is_cuda:
         # causal_lower_right would take memory of the mask's shape on the host, though nothing is in it.
         mark = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
-        mark.variant, mark.seq_len_q, mark.seq_len_kv = (
-            CausalVariant.LOWER_RIGHT,
-            query.size(0),
-            key.size(0),
-        )
+        mark.variant = CausalVariant.LOWER_RIGHT
+        mark.seq_len_q = query.size(0)
+        mark.seq_len_kv = key.size(0)
         return mark
     positions = torch.arange(key.size(0), device=query.device)
     return positions <= positions[-query.size(0) :, None]
@@ -205,37 +240,38 @@ def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _refuse_unsupported(
     config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType
 ) -> None:
-    backend, largest = (
-        config.attention_backend,
-        "needs the largest score, which torch's kernels keep inside",
-    )
-    windowed = is_layer_window_attention(
-        config.window_size, config.window_attn_skip_freq, layer_number
-    )
-    softmax, mask = config.softmax_type, attn_mask_type.name
+    """Refuse settings that this attention does not have, by the flag to change."""
     uncovered = "is not covered by the torch-native attention"
-    names = ", ".join(known.name for known in _KERNELS)
-    for refused, message in (
-        (windowed, f"--window-size {config.window_size} {uncovered}; {USE_LOCAL}"),
-        (softmax != "vanilla", f"--softmax-type {softmax} {uncovered}; {USE_LOCAL}"),
-        (config.qk_clip, f"--qk-clip {largest}; {USE_TE}"),
-        (config.log_max_attention_logit, f"--log-max-attention-logit {largest}; {USE_TE}"),
-        (
-            backend not in _KERNELS,
-            f"--attention-backend {backend.name} {uncovered}; choose one of {names}",
-        ),
-        (attn_mask_type not in _MASK_TYPES, f"attention mask type {mask} {uncovered}; {USE_TE}"),
-    ):
-        if refused:
-            raise InputError(message)
+    needs_scores = "needs the largest score, which torch's kernels keep inside"
+    if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        raise InputError(f"--window-size {config.window_size} {uncovered}; {USE_LOCAL}")
+    if config.softmax_type != "vanilla":
+        raise InputError(f"--softmax-type {config.softmax_type} {uncovered}; {USE_LOCAL}")
+    if config.qk_clip:
+        raise InputError(f"--qk-clip {needs_scores}; {USE_TE}")
+    if config.log_max_attention_logit:
+        raise InputError(f"--log-max-attention-logit {needs_scores}; {USE_TE}")
+    backend = config.attention_backend
+    if backend not in _KERNELS:
+        names = ", ".join(known.name for known in _KERNELS)
+        raise InputError(f"--attention-backend {backend.name} {uncovered}; choose one of {names}")
+    if attn_mask_type not in _MASK_TYPES:
+        raise InputError(f"attention mask type {attn_mask_type.name} {uncovered}; {USE_TE}")
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """``x W^T`` with a weight that every tensor-parallel rank has in whole; it communicates nothing."""
+    """``x W^T`` with a weight that every tensor-parallel rank has in whole; it communicates nothing.
+
+    Args:
+        inputs: width of its input.
+        outputs: width of its output.
+        config: of the model.
+    """
 
     def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
         super().__init__()
-        self.config, cpu = config, config.use_cpu_initialization
+        self.config = config
+        cpu = config.use_cpu_initialization
         device = "cpu" if cpu else torch.cuda.current_device()
         weight = torch.empty(outputs, inputs, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
@@ -248,7 +284,7 @@ class DuplicatedLinear(torch.nn.Module):
                 config.init_method(self.weight)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """``[s, b, inputs] -> [s, b, outputs]``, and no bias."""
+        """Map ``[s, b, inputs]`` to ``[s, b, outputs]``; there is no bias."""
         fused = self.config.gradient_accumulation_fusion
         return linear_with_grad_accumulation_and_async_allreduce(
             x, self.weight, None, fused, allreduce_dgrad=False, sequence_parallel=False
@@ -256,8 +292,11 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class LatentSelfAttention(CompressedLatentAttention):
-    """megatron-core's, with ``DuplicatedLinear`` projections down. The keys' positions are left to exchange:
-    under sequence parallelism they are gathered, else their gradient is summed."""
+    """megatron-core's multi-latent attention, with ``DuplicatedLinear`` projections down.
+
+    The keys' positions are left to exchange: under sequence parallelism they are gathered, else their gradient
+    is summed.
+    """
 
     @property
     def traffic(self) -> tuple[str, ...]:
@@ -268,14 +307,16 @@ class LatentSelfAttention(CompressedLatentAttention):
         self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, *args, **kwargs
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
-        hidden, width = config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim
+        hidden = config.hidden_size
         # Instead of those that megatron-core has built: it accepts its own classes alone.
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = DuplicatedLinear(hidden, config.q_lora_rank, config)
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = DuplicatedLinear(hidden, width, config)
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict:
-        """As the spec says: megatron-core has norms without a query latent in fused layers alone."""
+        """Return the modules that the spec names: megatron-core has norms without a query latent in fused
+        layers alone."""
         names = (
             "linear_q_proj",
             "linear_q_up_proj",
@@ -288,8 +329,11 @@ class LatentSelfAttention(CompressedLatentAttention):
     def _qkv_down_projection(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents of queries (hidden states without ``q_lora_rank``) and of keys and values, with positions
-        after the latter; ``[s / W, b, ...]`` with sequence parallelism."""
+        """Return the latents of queries, and those of keys and values with positions after them.
+
+        Without ``q_lora_rank`` the first are the hidden states. They are ``[s / W, b, ...]`` with sequence
+        parallelism.
+        """
         query, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1 or self.config.sequence_parallel:  # megatron-core gathers them
             return query, latent
@@ -299,9 +343,8 @@ class LatentSelfAttention(CompressedLatentAttention):
         return query, torch.cat([latent, positions], dim=-1)
 
     def _sum(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Each rank has what its own heads add."""
+        """Sum the gradient of the positions: each rank has what its own heads add."""
         if self.site is None:
             return uncompressed_all_reduce(gradient, self.tp_group).wait()
-        return (
-            self.site.message("tp.backward", "all_reduce", gradient.nbytes).start(gradient).wait()
-        )
+        message = self.site.message("tp.backward", "all_reduce", gradient.nbytes)
+        return message.start(gradient).wait()

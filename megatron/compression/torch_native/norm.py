@@ -50,6 +50,7 @@ class _MegatronNorm:
             torch.nn.init.zeros_(self.weight)
 
     def _gamma(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return gamma in the input's type."""
         gamma = self.weight.to(dtype)
         return gamma + 1 if self.zero_centered_gamma else gamma
 
@@ -58,8 +59,9 @@ class TorchLayerNorm(_MegatronNorm, torch.nn.LayerNorm):
     """Layer norm over the last dimension (see the module's formula)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
-        gamma, beta = self._gamma(x.dtype), self.bias.to(x.dtype)
+        """Normalise any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
+        gamma = self._gamma(x.dtype)
+        beta = self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(self.weight.dtype)
 
 
@@ -67,7 +69,7 @@ class TorchRMSNorm(_MegatronNorm, torch.nn.RMSNorm):
     """RMS norm over the last dimension (see the module's formula)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
+        """Normalise any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
         gamma = self._gamma(x.dtype)
         if x.is_cuda and self.normalized_shape[0] <= LONGEST_ROW:
             y = RowRMSNorm.apply(x, gamma, self.eps)
@@ -77,6 +79,7 @@ class TorchRMSNorm(_MegatronNorm, torch.nn.RMSNorm):
 
 
 LONGEST_ROW = 512
+"""Longer rows are left to torch's kernel, which is as fast there."""
 
 
 @jit_fuser
@@ -99,8 +102,10 @@ def _backward(
 
 
 class RowRMSNorm(torch.autograd.Function):
-    """``apply(x, gamma, eps)``: RMS norm of ``x`` ``[..., n]`` by ``gamma`` ``[n]``, which has x's dtype;
-    arithmetic in fp32, rounded once."""
+    """RMS norm of short rows by compiled expressions: ``apply(x, gamma, eps)``.
+
+    ``x`` is ``[..., n]`` and ``gamma`` ``[n]`` of the same dtype; arithmetic is in fp32, rounded once.
+    """
 
     @staticmethod
     def forward(ctx, x, gamma, eps):

@@ -34,7 +34,7 @@ from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 
 
 def is_covered(transformer) -> bool:
-    """Whether this ``TransformerConfig`` is of a GPT, dense or of experts, whose traffic our hooks know."""
+    """Return whether this ``TransformerConfig`` is of a GPT, dense or of experts, whose traffic our hooks know."""
     return (
         transformer.experimental_attention_variant is None
         and not getattr(transformer, "heterogeneous_block_specs", False)
@@ -45,7 +45,7 @@ def is_covered(transformer) -> bool:
 def block_spec(
     transformer: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of this stage and the final norm, for ``GPTModelConfig.transformer_layer_spec``."""
+    """Return the layers of this stage and the final norm, for ``GPTModelConfig.transformer_layer_spec``."""
     block = get_gpt_decoder_block_spec(
         transformer, False, transformer.normalization, transformer.qk_l2_norm, vp_stage
     )
@@ -64,42 +64,51 @@ def block_spec(
         # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         if transformer.multi_latent_attention:
-            layer.self_attention.module, names = LatentSelfAttention, {}
+            layer.self_attention.module = LatentSelfAttention
+            names = {}
         mlp = layer.mlp.keywords["submodules"]
         if layer.mlp.func is not MoELayer:
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         elif mlp.shared_experts is not None:
             mlp = mlp.shared_experts.keywords["submodules"]
-        if hasattr(
-            mlp, "linear_fc2"
-        ):  # with one rank, too: a bias that it returns can be recomputed
+        # With one rank, too: a bias that it returns can be recomputed.
+        if hasattr(mlp, "linear_fc2"):
             mlp.linear_fc2 = CompressedRowParallelLinear
         layer.sharded_state_dict_keys_map = names
     return block
 
 
 def apply_native_defaults(args: Namespace, command_line: Sequence[str]) -> list[str]:
-    """Adapt validated arguments of `--transformer-impl local` to the torch-native modules; what the user gave
-    on the ``command_line`` is kept. `--spec local` becomes no `--spec`: our layer spec is the local one.
+    """Adapt validated arguments of `--transformer-impl local` to the torch-native modules.
 
-    Returns: One line for each value that changed or has no effect, for the log.
+    `--spec local` becomes no `--spec`: our layer spec is the local one.
+
+    Args:
+        args: Megatron's, changed in place.
+        command_line: flags that the user gave stay as they are.
+
+    Returns: a line for each value that changed or has no effect, for the log.
     """
     if args.spec == ["local"]:
         args.spec = None
-    said = [
+    lines = [
         leave_out_causal_mask(args),
         _fuse_rope(args, command_line),
         _fuse_weight_gradients(args),
+        _ignored_exchange(args),
     ]
-    kind, several = (
-        getattr(args, "cp_comm_type", None),
-        getattr(args, "context_parallel_size", 1) > 1,
-    )
-    if args.transformer_impl == "local" and several and kind not in (None, ["p2p"]):
-        said.append(
-            f"torch-native layers gather keys and values: --cp-comm-type {' '.join(kind)} is ignored"
-        )
-    return [line for line in said if line is not None]
+    return [line for line in lines if line is not None]
+
+
+def _ignored_exchange(args: Namespace) -> str | None:
+    """Return a line where `--cp-comm-type` asks for another exchange than ours."""
+    if args.transformer_impl != "local" or getattr(args, "context_parallel_size", 1) == 1:
+        return None
+    exchange = getattr(args, "cp_comm_type", None)
+    if exchange in (None, ["p2p"]):  # Megatron's default
+        return None
+    names = " ".join(exchange)
+    return f"torch-native layers gather keys and values: --cp-comm-type {names} is ignored"
 
 
 def leave_out_causal_mask(args: Namespace) -> str | None:
@@ -133,12 +142,11 @@ def _fuse_weight_gradients(args: Namespace) -> str | None:
     """Keep gradient accumulation fusion, Megatron's default: without apex torch's GEMMs do it."""
     if not args.gradient_accumulation_fusion or not fill_weight_gradient_slot():
         return None
-    flag = "--use-megatron-fsdp" if args.use_megatron_fsdp else None
-    if (
-        args.transformer_impl == "local" and args.defer_embedding_wgrad_compute
-    ):  # unfused, it is refused
-        flag = "--defer-embedding-wgrad-compute"
-    if flag is None:
+    if args.transformer_impl == "local" and args.defer_embedding_wgrad_compute:
+        flag = "--defer-embedding-wgrad-compute"  # unfused, Megatron refuses it
+    elif args.use_megatron_fsdp:
+        flag = "--use-megatron-fsdp"
+    else:
         return None
     args.gradient_accumulation_fusion = False
     return f"{flag} cannot use torch's fused weight gradients: --no-gradient-accumulation-fusion"
@@ -146,7 +154,9 @@ def _fuse_weight_gradients(args: Namespace) -> str | None:
 
 @jit_fuser
 def _rotate(t: torch.Tensor, freqs: torch.Tensor, opposite: bool) -> torch.Tensor:
-    cos, sin = freqs.cos(), -freqs.sin() if opposite else freqs.sin()
+    """Rotate by the angles, or by the opposite ones; tensors as in ``rotary``."""
+    cos = freqs.cos()
+    sin = -freqs.sin() if opposite else freqs.sin()
     rotated = t[..., : freqs.shape[-1]].float()
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
@@ -154,8 +164,13 @@ def _rotate(t: torch.Tensor, freqs: torch.Tensor, opposite: bool) -> torch.Tenso
 
 
 def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the first values of each head of ``t [s, b, heads, head_dim]`` by the fp32 angles
-    ``freqs [s, 1, 1, rotated]``, both halves alike; ``interleaved``: by megatron-core's unfused path."""
+    """Rotate the first values of each head.
+
+    Args:
+        t: ``[s, b, heads, head_dim]``.
+        freqs: angles ``[s, 1, 1, rotated]``, fp32, both halves alike.
+        interleaved: pairs are neighbours instead of halves: by megatron-core's unfused path.
+    """
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
     return WithBackward.apply(
