@@ -84,17 +84,32 @@ class TestCheckpoints:
         before = self.files(folder)
         again = ("--load", str(folder), "--save", str(folder), "--save-interval", "2")
         run = tiny(*again, hidden_size="64")
-        assert_one_line(run, f"--load {folder}: Global shape mismatch for loaded")
+        line = f"--load {folder}: it was saved with --hidden-size 32, with --ffn-hidden-size 128, with "
+        assert_one_line(run, line)
+        assert "this run is with --hidden-size 64, " in run.errors[0]
         assert self.files(folder) == before
 
     def test_one_with_other_tensors_is_refused(self, folder: Path) -> None:
         run = tiny("--untie-embeddings-and-output-weights", "--load", str(folder), train_iters="1")
-        assert_one_line(run, "Start with the flags that wrote it, or name another checkpoint")
+        line = "it was saved without --untie-embeddings-and-output-weights, and this run is with --untie"
+        assert_one_line(run, line)
 
     def test_one_of_another_optimizer_gives_its_weights(self, folder: Path) -> None:
         again = ("--use-distributed-optimizer", "--load", str(folder))
-        assert_one_line(tiny(*again, train_iters="1"), "load weights alone: --no-load-optim")
+        line = "it was saved without --use-distributed-optimizer: drop --use-distributed-optimizer, or add "
+        assert_one_line(tiny(*again, train_iters="1"), f"{line}--no-load-optim (weights only)")
         assert tiny(*again, "--no-load-optim", "--no-load-rng", train_iters="2").returncode == 0
+
+    def test_an_optimizer_of_another_kind_is_named(self, folder: Path) -> None:
+        run = tiny("--optimizer", "sgd", "--load", str(folder), train_iters="1")
+        line = "it was saved with --optimizer adam: give --optimizer adam, or add --no-load-optim"
+        assert_one_line(run, line)
+
+    def test_an_iteration_that_was_not_saved_is_named(self, folder: Path) -> None:
+        run = tiny("--ckpt-step", "7", "--load", str(folder), train_iters="1")
+        assert_one_line(
+            run, f"--load {folder} has no iteration 7: give --ckpt-step one of those it has (1)"
+        )
 
     def test_another_schedule_names_the_flag(self, folder: Path) -> None:
         run = tiny("--load", str(folder), train_iters="3")
