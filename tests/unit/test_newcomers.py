@@ -31,6 +31,7 @@ def line_of(monkeypatch, flags: str, without: str = "", ranks: int = 1) -> str:
     try:
         arguments.validate_args(args)
         checks.check_numbers(args)
+        checks.check_gradients(args)
         arguments.core_transformer_config_from_args(args)
     except (InputError, AssertionError, ValueError, ArithmeticError) as error:
         line = explain(error)
@@ -167,3 +168,13 @@ def test_a_number_that_does_not_fit(monkeypatch, flags, line) -> None:
 def test_what_is_missing_is_named_with_its_reason(monkeypatch, flags, without, line) -> None:
     """The flag that needs it, where another one does."""
     assert line_of(monkeypatch, flags, without) == line
+
+
+def test_gradients_that_megatron_does_not_divide_are_refused(monkeypatch) -> None:
+    """Of its FSDP2, where the norm would be the number of tokens times too large, compressed or not."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    flags = (
+        "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
+    )
+    line = "--calculate-per-token-loss does not work with --use-torch-fsdp2: this megatron-core does not"
+    assert line_of(monkeypatch, f"{flags} --calculate-per-token-loss").startswith(line)

@@ -39,6 +39,7 @@ def check_arguments(args: Namespace) -> None:
     """
     check_implementation(args)
     check_numbers(args)
+    check_gradients(args)
     check_tokenizer(args)
     check_folders(args)
     check_datasets(args)
@@ -79,6 +80,22 @@ def check_numbers(args: Namespace) -> None:
     if experts is not None and chosen > experts:
         raise InputError(
             f"--moe-router-topk {chosen} is more than --num-experts {experts}: lower it"
+        )
+
+
+def check_gradients(args: Namespace) -> None:
+    """Refuse what would train with gradients of a wrong size, compressed or not.
+
+    megatron-core's FSDP2 averages gradients over ranks, and its ``scale_gradients``, by which the loss of
+    tokens is divided by their number, does nothing there. The norm in the log, and what --clip-grad compares,
+    would be as many times too large as a rank has tokens in an iteration.
+
+    Raises: InputError: --calculate-per-token-loss under --use-torch-fsdp2.
+    """
+    if args.use_torch_fsdp2 and args.calculate_per_token_loss:
+        raise InputError(
+            "--calculate-per-token-loss does not work with --use-torch-fsdp2: this megatron-core does not "
+            "divide gradients by the number of tokens there; drop --calculate-per-token-loss"
         )
 
 
