@@ -161,13 +161,14 @@ class BridgeHost(Host):
         self.cfg = cfg
         self.arguments = arguments
         self.log_interval = cfg.logger.log_interval
-        self.iteration = self._current_iteration
+        self.iteration = self.current_iteration
         self.state: Any = None
         """Bridge's ``GlobalState``; None until training begins."""
         self.training_seconds = 0.0
         """Spent in iterations so far."""
 
-    def _current_iteration(self) -> int:
+    def current_iteration(self) -> int:
+        """Return the zero-based iteration that runs; 0 before training begins."""
         return 0 if self.state is None else self.state.train_state.step
 
     def track(self, scalars: dict[str, float], iteration: int) -> None:
@@ -195,7 +196,7 @@ class BridgeCompression:
         self.config = config
         self.compression: Session | None = None
         """There is one once the model is built."""
-        self._host: BridgeHost | None = None
+        self._host: BridgeHost  # there is one once the model is built
         self._iteration_began = 0.0
         model = cfg.model
         if hasattr(model, "pre_wrap_hooks"):  # a ModelConfig
@@ -234,7 +235,7 @@ class BridgeCompression:
         session = self._session
         self._host.state = context.state
         folder = self.cfg.checkpoint.load
-        iteration = self._host.iteration()
+        iteration = self._host.current_iteration()
         if not iteration or not folder:
             return
         saved: list[Any] = [None]
@@ -268,7 +269,7 @@ class BridgeCompression:
         """Count the iteration; at the log interval write what was sent to the log and the trackers."""
         self._host.training_seconds += time.perf_counter() - self._iteration_began
         losses = {} if context.skipped_iter else context.loss_dict or {}
-        self._session.iteration_ends(self._host.iteration() + 1, losses)
+        self._session.iteration_ends(self._host.current_iteration() + 1, losses)
 
     def on_train_end(self, context: Any) -> None:
         """Write the report."""
