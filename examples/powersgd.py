@@ -78,10 +78,11 @@ class PowerSGDSync(GradientSync):
             else:
                 self.vectors.append(span)
 
-    def start(self) -> Work:
+    def start(self, gradients: torch.Tensor | None = None) -> Work:
         """Start the first all-reduce. The returned work runs the second, and then writes the sum."""
         bucket = self.bucket
-        gradients = bucket.gradients
+        if gradients is None:
+            gradients = bucket.gradients
         compressed_values = sum(span.end - span.start for span in self.matrices)
         # For the ledger: what the uncompressed collective would have sent for the matrices.
         bucket.record_plain(compressed_values * gradients.element_size())

@@ -34,10 +34,10 @@ from megatron.compression.communication.site import Run
 from megatron.compression.communication.transport import Transports
 from megatron.compression.config import CompressionConfig, changed_settings, train_iterations
 from megatron.compression.context_parallel.hooks import ContextParallel
-from megatron.compression.data_parallel.hooks import Gradients
 from megatron.compression.dimension import Dimension, print_on_first_rank
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.hooks import ExpertParallel
+from megatron.compression.fsdp2.hooks import DataParallel
 from megatron.compression.names import PYTHON_NAMES, Names
 from megatron.compression.patches import running
 from megatron.compression.pipeline_parallel.hooks import PipelineParallel
@@ -119,7 +119,7 @@ class Session:
         """What communication sites share: policy, ledger, transports, the state of lossless payloads."""
         tensor_parallel = TensorParallel(config.tensor_parallel, self.run, self.host.log)
         tensor_parallel.broadcasts_batch = self.host.broadcasts_batch
-        self.gradients = Gradients(config.data_parallel, self.run, self.host.log)
+        self.gradients = DataParallel(config.data_parallel, self.run, self.host.log)
         """The data-parallel part: the topology of its groups."""
         self.dimensions: dict[str, Dimension] = {
             "tensor_parallel": tensor_parallel,

@@ -5,11 +5,13 @@ Any codec serves, and what is not compressed is Megatron's own.
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from megatron.compression.communication.work import Work
 from tests.distributed.launch import pretrain, tiny_flags
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_ddp import Setup, same_everywhere, start, train
+from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start, train
 
 ITERATIONS = 3
 EXACT = {"compression": "identity", "weights": "identity"}
@@ -44,28 +46,36 @@ def identity_worker(rank: int, world_size: int) -> dict[str, tuple[str, str, int
         assert ("compressed" in hooked.kinds("dp.weight")) == with_weights
         assert losses == same
         results[name] = (plain.digest(), hooked.digest(), len(hooked.groups))
-    _codecs(rank)
-    _warm_up(rank)
     return results
 
 
-def _codecs(rank: int) -> None:
-    """Any codec, on gradients and on weights: it learns, and replicas stay alike."""
+def test_an_exact_codec_changes_nothing() -> None:
+    """Two ranks, where the order of the sum cannot matter: the same weights bit for bit as without hooks."""
+    for results in spawn(identity_worker, 2):
+        for name, (plain, hooked, groups) in results.items():
+            assert plain == hooked, name
+            assert groups > 2 or name == "no overlap", "several buckets"
+
+
+def codecs_worker(rank: int, world_size: int) -> None:
+    start(rank)
     _, exact = train(rank, Setup(), 8)
     for name, setup in CODECS.items():
         training, losses = train(rank, setup, 8)
         assert same_everywhere(training.digest()), name
         assert ("compression" in setup.settings) == ("compressed" in training.kinds()), name
         assert ("weights" in setup.settings) == ("compressed" in training.kinds("dp.weight")), name
-        assert abs(losses[-1] - exact[-1]) < 0.1 and losses[-1] < losses[0] - 0.4, (
-            name,
-            losses,
-            exact,
-        )
+        near = abs(losses[-1] - exact[-1]) < 0.1
+        assert near and losses[-1] < losses[0] - 0.4, (name, losses, exact)
 
 
-def _warm_up(rank: int) -> None:
-    """Two iterations are Megatron's own, weights too; the third is compressed."""
+def test_any_codec_serves() -> None:
+    """On gradients and on weights: it learns, and replicas stay alike."""
+    spawn(codecs_worker, 2)
+
+
+def warm_up_worker(rank: int, world_size: int) -> None:
+    start(rank)
     setup = Setup(settings={"compression": "int4", "weights": "int4"}, start_iteration=2)
     for iterations in (2, 3):
         plain, _ = train(rank, Setup(), iterations)
@@ -77,12 +87,98 @@ def _warm_up(rank: int) -> None:
             assert kinds == ({"warmup", "compressed"} if started else {"warmup"}), (traffic, kinds)
 
 
-def test_an_exact_codec_changes_nothing_and_any_codec_serves() -> None:
-    """Two ranks, where the order of the sum cannot matter: the same weights bit for bit as without hooks."""
-    for results in spawn(identity_worker, 2):
-        for name, (plain, hooked, groups) in results.items():
-            assert plain == hooked, name
-            assert groups > 2 or name == "no overlap", "several buckets"
+def test_warm_up() -> None:
+    """Two iterations are Megatron's own, weights too; the third is compressed."""
+    spawn(warm_up_worker, 2)
+
+
+WRITES = {
+    "in place": lambda parameter, saved: parameter.copy_(saved),
+    "past torch's version counters": lambda parameter, saved: parameter.data.copy_(saved),
+}
+
+
+def rollback_worker(rank: int, world_size: int, weights: str, write: str) -> int:
+    """How many parameters are not the saved ones, after the next gather."""
+    start(rank)
+    training = Training(rank, Setup(settings={"compression": "int8", "weights": weights}))
+    training.step()
+    training.settle()
+    saved = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.step()  # its update waits to be gathered at the next forward pass
+    with torch.no_grad():
+        for parameter, values in zip(training.model.parameters(), saved, strict=True):
+            WRITES[write](parameter, values)
+    training.optimizer.reload_model_params()
+    training.settle()
+    pairs = zip(training.model.parameters(), saved, strict=True)
+    different = sum(not torch.equal(parameter, values) for parameter, values in pairs)
+    training.step()
+    training.settle()
+    assert same_everywhere(training.digest()), "replicas after the next step"
+    return different
+
+
+@pytest.mark.parametrize("weights", ["int8", "sdp4bit", "lossless", "none"])
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_written_before_the_next_forward_pass_stay(weights: str, write: str) -> None:
+    """With --overlap-param-gather an update waits; a loop that goes back to saved weights undoes it."""
+    assert spawn(rollback_worker, 2, weights, write) == [0, 0]
+
+
+def two_steps_worker(rank: int, world_size: int) -> None:
+    start(rank)
+    training = Training(rank, Setup(settings={"compression": "int8", "weights": "int8"}))
+    training.step()
+    training.optimizer.step()
+    training.settle()
+    assert same_everywhere(training.digest())
+
+
+def test_two_steps_without_a_forward_pass() -> None:
+    """The first one's update is gathered before the second is encoded: replicas stay alike."""
+    spawn(two_steps_worker, 2)
+
+
+def written_misfit_worker(rank: int, world_size: int) -> None:
+    start(rank)
+    training = Training(rank, Setup(settings={"weights": "lossless"}))
+    training.step()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            exponents = torch.arange(parameter.numel()).view(parameter.shape) % 50
+            parameter.copy_(2.0**-exponents)
+    training.settle()
+    with pytest.raises(RuntimeError, match=r"call start_param_sync\(force_sync=True\)"):
+        training.step()
+
+
+def test_written_weights_that_do_not_fit_are_no_silent_zeros() -> None:
+    """Lossless: the next step ends the run, and says what to call before writing weights."""
+    spawn(written_misfit_worker, 2)
+
+
+def test_experts_do_not_move_dense_reductions_on() -> None:
+    """Second exchanges start in the order of the buckets of one kind, whenever the other kind is ready."""
+    started = []
+
+    def reduction(name: str) -> Work:
+        def second_exchange() -> Work:
+            started.append(name)
+            return Work(None)
+
+        return Work(None, second_exchange, exchanges=2)
+
+    from megatron.compression.data_parallel.hooks import InFlight
+
+    dense, experts = InFlight(), InFlight()
+    dense.add(reduction("dense 0"))
+    dense.add(reduction("dense 1"))
+    for number in range(3):
+        experts.add(reduction(f"expert {number}"))
+    assert started == ["expert 0"]
+    dense.add(reduction("dense 2"))
+    assert started == ["expert 0", "dense 0"]
 
 
 def nodes_worker(rank: int, node_size: int) -> None:

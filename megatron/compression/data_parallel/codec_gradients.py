@@ -22,6 +22,7 @@ from megatron.compression.data_parallel.compressor import (
     GradientSync,
 )
 from megatron.compression.errors import CompressionConfigError
+from taco_kernels.common import ceil_div
 
 ALIGNMENT = 4096
 """Pieces begin at multiples of this many values (every group size divides it), and are never smaller."""
@@ -74,51 +75,73 @@ def parse_gradient_compressor(text: str) -> GradientCompressor:
 
 
 class CodecGradientSync(GradientSync):
-    """A codec's first hop inside a node and its second between nodes; sums in fp32."""
+    """A codec's first hop inside a node and its second between nodes; sums in fp32.
+
+    A bucket is cut into pieces where there are two hops, so that one piece's exchange between nodes overlaps
+    with the next one's inside the node. ``[b:e]`` are a piece's positions in every rank's shard:
+
+        gradients     | shard of rank 0    | shard of rank 1    | ...
+                          |b..e|               |b..e|
+    """
 
     def __init__(self, bucket: GradientBucket, codec: Codec) -> None:
         self.bucket = bucket
-        topology = self.topology = bucket.topology
-        self.shard_numel = -(-bucket.numel // topology.world_size)
+        self.topology = bucket.topology
+        topology = self.topology
+        self.shard_numel = ceil_div(bucket.numel, topology.world_size)
         intra, inter = codec.hops
-        self.first = inter if topology.nodes > 1 and topology.local == 1 else intra
+        one_rank_a_node = topology.nodes > 1 and topology.local == 1
+        self.first = inter if one_rank_a_node else intra
         self.last = inter if topology.nodes > 1 else intra
-        size = -(-self.shard_numel // (PIECES if topology.two_hops else 1))
-        size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+        pieces = PIECES if topology.two_hops else 1
+        size = ceil_div(ceil_div(self.shard_numel, pieces), ALIGNMENT) * ALIGNMENT
+        size = max(ALIGNMENT, size)
         starts = range(0, self.shard_numel, size)
         self.pieces = [(start, min(start + size, self.shard_numel)) for start in starts]
 
-    def start(self) -> Work:
-        bucket, flat = self.bucket, self.bucket.gradients
+    def start(self, gradients: torch.Tensor | None = None) -> Work:
+        bucket = self.bucket
+        flat = bucket.gradients if gradients is None else gradients
         bucket.record_plain()
         if self.topology.world_size == 2 and not bucket.sharded:
             return sum_of_two(flat, self.first, bucket.transport(), flat, bucket.scale)
-        source = self._source()
-        return join([self._start_piece(source, begin, end) for begin, end in self.pieces])
+        source = self._source(flat)
+        return join([self._start_piece(flat, source, begin, end) for begin, end in self.pieces])
 
-    def _source(self) -> torch.Tensor:
-        """[local, nodes, shard]: element (i, n) is the shard of rank n * local + i, zero padded."""
+    def _source(self, flat: torch.Tensor) -> torch.Tensor:
+        """``[local, nodes, shard]``: element (i, n) is the shard of rank n * local + i, zero padded."""
         topology, size = self.topology, self.shard_numel
-        flat = self.bucket.gradients
         if flat.numel() < topology.world_size * size:
             padded = flat.new_zeros(topology.world_size * size)
             padded[: flat.numel()] = flat
             flat = padded
         return flat.view(topology.nodes, topology.local, size).transpose(0, 1)
 
-    def _start_piece(self, source: torch.Tensor, begin: int, end: int) -> Work:
+    def _start_piece(self, flat: torch.Tensor, source: torch.Tensor, begin: int, end: int) -> Work:
         values = source[:, :, begin:end]
         if self.topology.two_hops:
-            return self._start_two_hops(values, begin, end)
+            return self._start_two_hops(flat, values, begin, end)
         # With one rank a node or one node the rows are in the order of the ranks.
         rows = values.reshape(self.topology.world_size, end - begin)
         transport = self.bucket.transport()
         codec, payloads = encode(self.first, rows, transport)
         received, pending = transport.all_to_all(payloads)
         exchanges = 1 if self.bucket.sharded else 2
-        return Work(pending, lambda: self._finish_piece(codec, received, begin, end), exchanges)
+        return Work(
+            pending, lambda: self._finish_piece(flat, codec, received, begin, end), exchanges
+        )
 
-    def _start_two_hops(self, values: torch.Tensor, begin: int, end: int) -> Work:
+    def _start_two_hops(
+        self, flat: torch.Tensor, values: torch.Tensor, begin: int, end: int
+    ) -> Work:
+        """Sum a piece inside the node, then between nodes.
+
+        Args:
+            flat: ``[numel]``, where the sum goes.
+            values: ``[local, nodes, piece]``, this rank's piece for every rank.
+            begin: the piece's first position in a shard.
+            end: the one after its last.
+        """
         bucket, shape = self.bucket, values.shape[2:]
         exchanges = 2 if bucket.sharded else 3
         inside = bucket.transport(INTRA)
@@ -126,42 +149,49 @@ class CodecGradientSync(GradientSync):
             first, payloads = encode(self.first, values.flatten(0, 1), inside)
             payloads = payloads.view(*values.shape[:2], -1)
         else:
-            first, payloads = self.first, self.first.encode_grid(values)
+            first = self.first
+            payloads = self.first.encode_grid(values)
         senders, pending = inside.all_to_all(payloads.flatten(1))
 
         def between_nodes() -> Work:
-            rows, transport = senders.view(*payloads.shape), bucket.transport(INTER)
+            rows = senders.view(*payloads.shape)
+            transport = bucket.transport(INTER)
             last, partial = sum_and_encode(first, rows, shape, values.dtype, self.last, transport)
             arrived, pending = transport.all_to_all(partial)
             return Work(
-                pending, lambda: self._finish_piece(last, arrived, begin, end), exchanges - 1
+                pending,
+                lambda: self._finish_piece(flat, last, arrived, begin, end),
+                exchanges - 1,
             )
 
         return Work(pending, between_nodes, exchanges)
 
     def _finish_piece(
-        self, codec: Codec, wires: torch.Tensor, begin: int, end: int
+        self, flat: torch.Tensor, codec: Codec, wires: torch.Tensor, begin: int, end: int
     ) -> torch.Tensor | Work:
-        """Sum this rank's part of a piece from all senders' uint8 [S, bytes]; gather it where needed."""
+        """Sum this rank's part of a piece from all senders' uint8 ``[S, bytes]``; gather it where needed."""
         bucket, senders = self.bucket, wires[:, None]
-        shape, dtype = (end - begin,), bucket.gradients.dtype
+        shape, dtype = (end - begin,), flat.dtype
         if bucket.sharded:
-            own = bucket.shard[None, begin:end]
-            return codec.decode_sum(senders, shape, dtype, bucket.scale, own)
+            target = bucket.shard_of(flat)[None, begin:end]
+            return codec.decode_sum(senders, shape, dtype, bucket.scale, target)
         transport = bucket.transport()
         last, payload = sum_and_encode(codec, senders, shape, dtype, self.last, transport)
         gathered, pending = transport.all_gather(payload)
-        return Work(pending, lambda: self._spread(last, gathered, begin, end))
+        return Work(pending, lambda: self._spread(flat, last, gathered, begin, end))
 
-    def _spread(self, last: Codec, gathered: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Decode one piece of every rank's shard, uint8 ``[W, bytes]``, into the bucket."""
+    def _spread(
+        self, flat: torch.Tensor, last: Codec, gathered: torch.Tensor, begin: int, end: int
+    ) -> torch.Tensor:
+        """Decode one piece of every rank's shard, uint8 ``[W, bytes]``, into the gradients."""
         bucket, size = self.bucket, self.shard_numel
-        flat, dtype = bucket.gradients, bucket.gradients.dtype
+        dtype = flat.dtype
         if bucket.numel == self.topology.world_size * size:
             rows = flat.view(-1, size)[:, begin:end]
             return last.decode_sum(gathered[None], (end - begin,), dtype, bucket.scale, rows)
         values = last.decode_sum(gathered[None], (end - begin,), dtype, bucket.scale)
         for rank, row in enumerate(values):
-            inside = flat[rank * size + begin : min(rank * size + end, bucket.numel)]
+            last_position = min(rank * size + end, bucket.numel)
+            inside = flat[rank * size + begin : last_position]
             inside.copy_(row[: inside.numel()])
         return flat

@@ -31,11 +31,14 @@ class ParameterSpan:
 
 @dataclass
 class GradientBucket:
-    """What a ``GradientSync`` knows of its bucket. Under FSDP2 ``gradients`` is another tensor of the same
-    size at each ``start``, and a span is one rank's piece of a parameter."""
+    """What a ``GradientSync`` knows of its bucket.
+
+    Under FSDP2 a span is one rank's piece of a parameter, and gradients have no place of their own: each
+    ``start`` is given them, and ``gradients`` has their size, type and device alone.
+    """
 
     gradients: torch.Tensor
-    """[numel], bf16, fp16 or fp32: this rank's sum over micro-batches, and where the result goes."""
+    """``[numel]``, bf16, fp16 or fp32: this rank's sum over micro-batches, and where the result goes."""
     spans: tuple[ParameterSpan, ...]
     """The parameters in it, by position; between them may be gaps of zeros."""
     scale: float
@@ -55,8 +58,13 @@ class GradientBucket:
     @property
     def shard(self) -> torch.Tensor:
         """This rank's shard of ``gradients`` where ``sharded``: a W-th, in rank order."""
+        return self.shard_of(self.gradients)
+
+    def shard_of(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of gradients ``[numel]``, a view."""
         size = self.numel // self.topology.world_size
-        return self.gradients[self.topology.rank * size : (self.topology.rank + 1) * size]
+        start = self.topology.rank * size
+        return gradients[start : start + size]
 
     def transport(self, link: str | None = None) -> TorchTransport:
         """Exchanges that the ledger counts: over the whole group, or ``intra`` or ``inter`` ranks only."""
@@ -65,15 +73,20 @@ class GradientBucket:
     def all_reduce(
         self, values: torch.Tensor, kind: str = "compressed", op: dist.ReduceOp = dist.ReduceOp.SUM
     ) -> dist.Work | Work:
-        """Start to sum ``values`` over the group, in place and in their own type; nothing is sent of an empty
-        tensor. ``kind`` is the ledger's: compressed, or why not."""
+        """Start to reduce ``values`` over the group, in place and in their own type.
+
+        Args:
+            values: any shape; nothing is sent of an empty tensor.
+            kind: the ledger's reason: compressed, or why it is not.
+            op: the reduction.
+        """
         if not values.numel():
             return Work.completed()
         sent = bytes_sent("all_reduce", values.nbytes, self.topology.world_size)
         for link, part in self.topology.split("all_reduce", sent).items():
             if part:
-                plain = 0 if kind == "compressed" else part
-                self.ledger.record(self.traffic, kind, "all_reduce", part, plain, link)
+                uncompressed = 0 if kind == "compressed" else part
+                self.ledger.record(self.traffic, kind, "all_reduce", part, uncompressed, link)
         return dist.all_reduce(values, op=op, group=self.topology.group, async_op=True)
 
     def record_plain(self, nbytes: int | None = None) -> None:
@@ -87,10 +100,17 @@ class GradientSync(abc.ABC):
     """Sums one bucket's gradients over its data-parallel group."""
 
     @abc.abstractmethod
-    def start(self) -> Work:
-        """Start summing ``bucket.gradients``. The work's ``wait`` leaves the scaled sum in ``bucket.shard``
-        (``sharded``) or in all of ``bucket.gradients``, where every rank then holds the same bits. Non-finite
-        gradients of any rank show in it. Called once an iteration, in the same order of buckets."""
+    def start(self, gradients: torch.Tensor | None = None) -> Work:
+        """Start to sum gradients over the group. Called once an iteration, in the same order of buckets.
+
+        Args:
+            gradients: ``[numel]``, summed in place; None: the bucket's own. FSDP2 has new ones each time.
+
+        Returns:
+            Work whose ``wait`` leaves the sum, times ``bucket.scale``, in this rank's shard of them
+            (``bucket.sharded``), or in all of them, where every rank then holds the same bits. Non-finite
+            gradients of any rank show in it.
+        """
 
     def state(self) -> dict[str, torch.Tensor]:
         """This rank's memory, by name: what has to survive a restart at the same layout."""

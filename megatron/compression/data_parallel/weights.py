@@ -5,6 +5,11 @@ the masters' cast goes to a buffer of its own; its difference to the shard is en
 Megatron gathers, and added by every rank, the owner too, to its own copy: replicas stay bit-identical, and
 what the encoding lost is in the next difference (SDP4Bit, arXiv 2410.15526).
 
+    step i      masters ---- cast ----> new [shard]
+                               new - shard ---- encode ----> payload, which waits
+    forward     payload ---- gather ----> all payloads, [ranks, bytes]
+                weights [ranks, shard] += decode(all payloads)             on every rank alike
+
 Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec quantises them
 in groups with neighbours that differ from rank to rank, so that the copies would drift. The first
 tensor-parallel rank's values are broadcast, exactly (``align``); next to the matrices they are few.
@@ -28,8 +33,19 @@ ATTRIBUTE = "compressed_weights"
 
 
 class BucketWeights:
-    """One bucket's weights, ``[ranks * n]`` of bf16 or fp16: the update that waits to be gathered. At each
-    optimizer step the policy decides by ``nbytes``, of all weights of the bucket's group (None: any size)."""
+    """One bucket's weights, and the update that waits to be gathered.
+
+    With ``--overlap-param-gather`` an update waits from the optimizer's step to the next forward pass. A loop
+    may write the weights in between, as after a loss spike; then the update is out of date. To tell, this
+    rank's shard has its update at once, as with Megatron itself:
+
+        step        shard += decode(payload); its fingerprint is kept
+        forward     another fingerprint, so it was written: send a change of nothing
+                    all rows but this rank's += decode(all payloads)
+
+    That is decided on the device, without the host. Values of the shard that were not written have their
+    update with the next one, which is the difference of the masters to what they are.
+    """
 
     def __init__(
         self,
@@ -38,99 +54,195 @@ class BucketWeights:
         topology: Topology,
         ledger: Ledger,
         nbytes: int | None = None,
+        update_waits: bool = False,
     ) -> None:
-        self.weights, self.nbytes = weights.view(topology.world_size, -1), nbytes
-        self.policy, self.topology, self.ledger = policy, topology, ledger
+        """Follow a bucket.
+
+        Args:
+            weights: ``[ranks * n]`` of bf16 or fp16, the bucket.
+            policy: decides at each optimizer step how the update is sent.
+            topology: the ranks that have a shard each.
+            ledger: counts what is sent.
+            nbytes: of all weights of the bucket's group, by which the policy decides; None: any size.
+            update_waits: an update may wait while others write the weights.
+        """
+        self.weights = weights.view(topology.world_size, -1)
+        self.nbytes = nbytes
+        self.policy = policy
+        self.topology = topology
+        self.ledger = ledger
         self.pending: torch.Tensor | None = None
         """Payload of this rank's shard; None: every rank holds the weights already, or Megatron gathers."""
-        self.uncompressed_kind = "exact"
-        """The ledger's kind of Megatron's next gather: exact where nothing has changed."""
+        self.uncompressed_reason = "exact"
+        """The ledger's reason of Megatron's next gather: exact where nothing has changed."""
         self._codec: Codec | None = None
+        self._update_waits = update_waits
+        self._updated: torch.Tensor | None = None
+        """Fingerprint of the shard with its own update; None: the shard is as all ranks hold it."""
+        self._misfit: torch.Tensor | None = None
+        """uint8 ``[]``, 1 where values were written that did not fit a lossless payload; None: never asked."""
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's shard, as all ranks hold it."""
+        """This rank's shard, ``[n]``."""
         return self.weights[self.topology.rank]
 
     def decide(self) -> Decision:
-        """How the update of the last optimizer step is sent."""
+        """Decide how the update of the last optimizer step is sent."""
         decision = self.policy.decide("dp.weight", self.nbytes)
-        self.uncompressed_kind = "exact" if decision.codec is not None else decision.reason
+        self.uncompressed_reason = "exact" if decision.codec is not None else decision.reason
         self._codec = decision.codec
         return decision
 
     def update(self, masters: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Take an optimizer step's result: (offset in the shard, master values of any type) a parameter."""
+        """Encode an optimizer step's result.
+
+        Args:
+            masters: offset in the shard and master values, of any type, one pair a parameter.
+        """
         new = self.shard.clone()
         for start, master in masters:
             new[start : start + master.numel()].copy_(master.view(-1))
         self.pending = self._codec.encode_difference(new, self.shard)
+
+    def update_shard(self) -> None:
+        """Apply the pending update to this rank's shard, if it waits."""
+        if self._update_waits and self.pending is not None:
+            with torch.no_grad():
+                self._codec.add_decoded(self.pending[None], self.shard[None])
+            self._updated = fingerprint(self.shard)
 
     @property
     def overflow_flag(self) -> torch.Tensor | None:
         """uint8 ``[]``, 1 where the pending payload's values did not fit; None: they always do."""
         return self._codec.overflow_flag(self.pending) if self._codec.lossless else None
 
+    def take_misfit(self) -> torch.Tensor | None:
+        """Return the flag of written values that did not fit, once; None: there were no such values to ask."""
+        misfit, self._misfit = self._misfit, None
+        return misfit
+
     def start(self) -> Work:
         """Start to gather the pending payloads; ``wait`` applies them."""
-        payload, codec, self.pending = self.pending, self._codec, None
+        codec = self._codec
+        has_own_update = self._updated is not None
+        payload = self._unless_written(self.pending) if has_own_update else self.pending
+        self.pending = None
         self.topology.record_plain(self.ledger, "dp.weight", "all_gather", self.weights.nbytes)
-        gathered, pending = self.topology.transport(self.ledger, "dp.weight").all_gather(
-            payload[None]
-        )
+        transport = self.topology.transport(self.ledger, "dp.weight")
+        gathered, pending = transport.all_gather(payload[None])
 
         def apply() -> torch.Tensor:
             with torch.no_grad():
-                return codec.add_decoded(gathered, self.weights)
+                shard = self.shard.clone() if has_own_update else None
+                codec.add_decoded(gathered, self.weights)
+                if shard is not None:
+                    self.shard.copy_(shard)
+            return self.weights
 
         return Work(pending, apply)
 
+    def _unless_written(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the payload, or where the shard was written since the step, that of no change to it."""
+        was_written = (fingerprint(self.shard) != self._updated).any()
+        self._updated = None
+        no_change = self._codec.encode_difference(self.shard, self.shard)
+        if self._codec.lossless:  # which encodes the values themselves
+            self._misfit = self._codec.overflow_flag(no_change) * was_written
+        return torch.where(was_written, no_change, payload)
+
+
+def fingerprint(values: torch.Tensor) -> torch.Tensor:
+    """Return int64 ``[4]`` of 16-bit values ``[n]``, others where some are changed or have changed places."""
+    bits = values.view(torch.int16)
+    subsets = (bits, bits[: len(bits) // 2], bits[::2], bits[::3])
+    return torch.stack([subset.sum(dtype=torch.int64) for subset in subsets])
+
 
 def copy_masters(optimizer) -> bool:
-    """Hand a distributed optimizer's updated masters to its buckets' ``BucketWeights``, in place of
-    ``_copy_main_params_to_model_params``; False where no bucket is compressed now."""
+    """Hand a distributed optimizer's updated masters to its buckets' ``BucketWeights``.
+
+    This stands for ``_copy_main_params_to_model_params``. A master is one rank's piece of one parameter:
+
+        buffer     | bucket 0            | bucket 1                  |
+        shard of rank 1 |-----|          |            |-------|
+        masters         |a |b |          |            |b  |c  |      ranges "gbuf_world_in_bucket"
+
+    After it, every master is in exactly one place: in the pending payload of its bucket, or, where the bucket
+    is not compressed in this step or its payload does not fit, cast into the bucket itself, for Megatron to
+    gather. Both are decided alike on all ranks.
+
+    Returns:
+        False where no bucket is compressed in this step: nothing was done.
+    """
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-    compressed: dict[int, BucketWeights] = {
-        id(bucket): getattr(bucket, ATTRIBUTE)
-        for bucket in buckets
-        if hasattr(bucket, ATTRIBUTE) and getattr(bucket, ATTRIBUTE).decide().codec is not None
-    }
+    compressed: dict[int, BucketWeights] = {}
+    for bucket in buckets:
+        weights = getattr(bucket, ATTRIBUTE, None)
+        if weights is not None and weights.pending is not None:
+            weights.start().wait()  # two steps without a forward pass between them
+        if weights is not None and weights.decide().codec is not None:
+            compressed[id(bucket)] = weights
     if not compressed:
         return False
-    masters: dict[int, list[tuple[int, torch.Tensor]]] = {id(bucket): [] for bucket in buckets}
-    groups = optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups
-    for shards, parameters in zip(*groups, strict=True):
-        for master, parameter in zip(shards, parameters, strict=True):
-            buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
-            bucket = optimizer.buffers[buffer_index].buckets[bucket_index]
-            place = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-            masters[id(bucket)].append((place.start, master))
-    for key, weights in compressed.items():
-        first = weights.topology.rank * weights.shard.numel()
-        weights.update((start - first, master) for start, master in masters[key])
+    masters = _masters_by_bucket(optimizer, buckets)
+    for bucket_id, weights in compressed.items():
+        shard_start = weights.topology.rank * weights.shard.numel()
+        weights.update((start - shard_start, master) for start, master in masters[bucket_id])
     _leave_out_overflows([*compressed.values()])
+    for weights in compressed.values():
+        weights.update_shard()
     for bucket in buckets:
         weights = compressed.get(id(bucket))
         if weights is None or weights.pending is None:
+            flat = bucket.param_data.view(-1)
             for start, master in masters[id(bucket)]:
-                bucket.param_data.view(-1)[start : start + master.numel()].copy_(master.view(-1))
+                flat[start : start + master.numel()].copy_(master.view(-1))
     return True
+
+
+def _masters_by_bucket(optimizer, buckets: list) -> dict[int, list[tuple[int, torch.Tensor]]]:
+    """Return the start in its bucket and the values of each master, by the bucket's ``id``."""
+    masters: dict[int, list[tuple[int, torch.Tensor]]] = {id(bucket): [] for bucket in buckets}
+    groups = zip(
+        optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True
+    )
+    for shards, parameters in groups:
+        for master, parameter in zip(shards, parameters, strict=True):
+            buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
+            bucket = optimizer.buffers[buffer_index].buckets[bucket_index]
+            in_bucket = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            masters[id(bucket)].append((in_bucket.start, master))
+    return masters
 
 
 def _leave_out_overflows(updated: list[BucketWeights]) -> None:
     """Leave lossless buckets that overflow on any rank to Megatron, uncompressed, and all others of their
-    topology. The host waits for the device once a topology."""
+    topology. The host waits for the device once a topology.
+
+    Raises:
+        RuntimeError: weights written since the last step did not fit, and were gathered as zeros.
+    """
     lossless = [weights for weights in updated if weights.overflow_flag is not None]
     for topology in dict.fromkeys(weights.topology for weights in lossless):
         buckets = [weights for weights in lossless if weights.topology == topology]
         flags = OverflowFlags()
         for weights in buckets:
-            flags.note(topology, weights.overflow_flag)
+            flags.note("update", weights.overflow_flag)
+            misfit = weights.take_misfit()
+            if misfit is not None:
+                flags.note("written", misfit)
         transport = topology.transport(buckets[0].ledger, "dp.weight")
-        if flags.ask(transport.any_ranks)[topology]:
+        answers = flags.ask(transport.any_ranks)
+        if answers.get("written"):
+            raise RuntimeError(
+                "weights written between an optimizer's step and the next forward pass did not fit a lossless "
+                "payload; call start_param_sync(force_sync=True) of the wrapped model before writing them"
+            )
+        if answers["update"]:
             for weights in buckets:
                 weights.pending = None
-                weights.uncompressed_kind = "overflow"
+                weights.uncompressed_reason = "overflow"
 
 
 def replicated_parts(
@@ -140,22 +252,39 @@ def replicated_parts(
     first: int = 0,
     gradients: bool = False,
 ) -> list[torch.Tensor]:
-    """The parts of ``flat``, a bucket's values from ``first`` on, that every tensor-parallel rank holds
-    alike: none of ``cut``, which lack Megatron's mark, nor of ``gradients`` that CAAT-Net sums later."""
+    """Return the parts of a bucket that every tensor-parallel rank holds alike, views of ``flat``.
+
+    Args:
+        flat: ``[n]``, values of the bucket from position ``first`` on: all of it, or this rank's shard.
+        spans: the bucket's parameters, by position.
+        cut: parameters that tensor parallelism cuts without Megatron's mark; they are none of the parts.
+        first: the position of ``flat`` in the bucket.
+        gradients: the values are gradients. Those that CAAT-Net sums over the ranks later differ still.
+    """
     parts = []
     for span in spans:
         parameter = span.parameter
-        differs = gradients and getattr(parameter, "sees_rank_local_data", False)
-        if differs or parameter in cut or getattr(parameter, "tensor_model_parallel", False):
+        if getattr(parameter, "tensor_model_parallel", False) or parameter in cut:
             continue
-        start, end = max(span.start - first, 0), min(span.end - first, flat.numel())
+        if gradients and getattr(parameter, "sees_rank_local_data", False):
+            continue
+        start = max(span.start - first, 0)
+        end = min(span.end - first, flat.numel())
         if start < end:
             parts.append(flat[start:end])
     return parts
 
 
 def align(parts: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -> None:
-    """Give all ranks the first one's values. Collective, in the same order on every rank."""
+    """Give all ranks of a group the first one's values, in place.
+
+    Collective, in the same order on every rank.
+
+    Args:
+        parts: values of any type, one type for all; the same sizes on every rank.
+        group: the ranks.
+        ledger: counts what is sent.
+    """
     if not parts or group.size() == 1:
         return
     with torch.no_grad():
@@ -166,13 +295,6 @@ def align(parts: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -
                 "tp.other", "exact", "broadcast", values.nbytes, group.size()
             )
             return
-        for part, value in zip(parts, values.split([part.numel() for part in parts]), strict=True):
+        sizes = [part.numel() for part in parts]
+        for part, value in zip(parts, values.split(sizes), strict=True):
             part.copy_(value)
-
-
-def align_gradients(chunks: Iterable) -> None:
-    """Align the reduced gradients of DDP-wrapped chunks, after all reductions and sums over TP ranks."""
-    for chunk in chunks:
-        for group in getattr(chunk, "bucket_groups", ()):
-            for parts in getattr(group, "gradient_replicas", ()):
-                align(parts, group.tensor_ranks, group.ledger)

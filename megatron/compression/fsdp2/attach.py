@@ -12,6 +12,7 @@ from megatron.compression.codecs import Codec
 from megatron.compression.codecs.contract import check_contract
 from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.overflow import OverflowFlags
 from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
@@ -286,18 +287,23 @@ class Fsdp2Compression:
             gather.check_alone(codec)
 
     def _ask_whether_weights_fit(self, codec: Codec) -> None:
-        """Encode all shards and ask the ranks whether they fit. The host waits for the device."""
+        """Encode all shards and ask the ranks whether they fit. The host waits for the device.
+
+        Raises:
+            RuntimeError: weights that changed unnoticed did not fit; passes since had zeros for them.
+        """
         gathers = [gather for gather in self.gathers if gather.numel]
         for topology in dict.fromkeys(gather.topology for gather in gathers):
-            asked = [gather for gather in gathers if gather.topology is topology]
-            overflows = [gather.overflow(codec) for gather in asked]
-            misfits = [gather.misfit for gather in asked]
+            flags = OverflowFlags()
+            for gather in gathers:
+                if gather.topology is topology:
+                    flags.note((gather, "fits"), gather.overflow(codec))
+                    flags.note((gather, "fitted"), gather.misfit)
             transport = topology.transport(self.run.ledger, "dp.weight")
-            flags = transport.any_ranks(torch.stack(overflows + misfits))
-            for gather, overflow in zip(asked, flags[: len(asked)], strict=True):
-                gather.fits = not overflow
-            for gather, misfit in zip(asked, flags[len(asked) :], strict=True):
-                if misfit:
+            for (gather, question), overflows in flags.ask(transport.any_ranks).items():
+                if question == "fits":
+                    gather.fits = not overflows
+                elif overflows:
                     raise RuntimeError(
                         f"weights of {gather.group} changed unnoticed and did not fit their payload: passes "
                         "had zeros for them; call weights_changed() after a change"

@@ -121,9 +121,10 @@ class GradientSums:
                     f"{', '.join(self.group.names)}; it needs the same in each, so choose a codec such as int8"
                 )
             dtype, device = self.group.gradient_dtype, self.group.device
-            nothing = torch.empty(1, dtype=dtype, device=device).expand(numel)
+            # one value's memory: FSDP makes and frees gradients in each pass
+            of_their_kind = torch.empty(1, dtype=dtype, device=device).expand(numel)
             bucket = GradientBucket(
-                nothing, self.spans, 1.0, self.sharded, self.topology, self.run.ledger
+                of_their_kind, self.spans, 1.0, self.sharded, self.topology, self.run.ledger
             )
             self._built[numel] = compressor.build(bucket), bucket
         return self._built[numel]
@@ -142,10 +143,9 @@ class GradientSums:
             exact = self.copies.sum_to_owners(rows, scale)
         elif self.copies:
             exact = self.copies.sum_everywhere(gradients, scale)
-        nothing, bucket.gradients, bucket.scale = bucket.gradients, gradients, scale
-        sync.start().wait()
-        total = bucket.shard if self.sharded else gradients
-        bucket.gradients = nothing  # FSDP frees them
+        bucket.scale = scale
+        sync.start(gradients).wait()
+        total = bucket.shard_of(gradients) if self.sharded else gradients
         if exact is not None:
             self.copies.write(exact.wait(), total)
         return total

@@ -69,7 +69,7 @@ class WeightGather(AllGatherOfCompression):
         """Encode this rank's shard: uint8 ``[]`` on the device, 1 where it does not fit its payload."""
         self._versions = self.group.versions()
         (dtype,) = self.group.gather_dtypes
-        return codec.overflow_flag(codec.encode(self.group.shard(dtype)[None])).clone()
+        return codec.overflow_flag(codec.encode(self.group.shard(dtype)[None]))
 
     def check_alone(self, codec: Codec) -> None:
         """Look whether weights that were changed since they were asked about still fit.

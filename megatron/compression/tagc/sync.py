@@ -41,8 +41,9 @@ class TagcGradientSync(GradientSync):
             self.parts.append(make(owners, size, bucket.gradients.device, bucket.topology))
         self.part_of = {owner: part for part in self.parts for owner in part.owners}
 
-    def start(self) -> Work:
-        bucket, flat = self.bucket, self.bucket.gradients
+    def start(self, gradients: Tensor | None = None) -> Work:
+        bucket = self.bucket
+        flat = bucket.gradients if gradients is None else gradients
         compressed = sum(share.compressed_numel for share in self.shares)
         if compressed:
             bucket.record_plain(compressed * flat.element_size())
@@ -64,18 +65,19 @@ class TagcGradientSync(GradientSync):
             ]
             work = bucket.all_reduce(joined, op=dist.ReduceOp.MAX)
         if work is None and exact is None:
-            return self._send(metadata)  # nothing to wait for before the payloads
+            return self._send(flat, metadata)  # nothing to wait for before the payloads
 
         def send() -> Work | Tensor:
             if exact is not None:
                 exact_work.wait()
                 scattered(exact, flat, self.shares[0].exact, bucket.scale)
-            return self._send(metadata) if self.parts or bucket.sharded else flat
+            return self._send(flat, metadata) if self.parts or bucket.sharded else flat
 
         return Work(work, send)
 
-    def _send(self, metadata: list[Tensor | None]) -> Work:
-        bucket, flat = self.bucket, self.bucket.gradients
+    def _send(self, flat: Tensor, metadata: list[Tensor | None]) -> Work:
+        """Send every owner what it adds up; see the head of the file."""
+        bucket = self.bucket
         wires = [part.encode(own) for part, own in zip(self.parts, metadata, strict=True)]
         wire_of = {
             owner: row
@@ -90,12 +92,12 @@ class TagcGradientSync(GradientSync):
             exact_bytes.append(size)
         topology = bucket.topology
         if topology.two_hops:
-            return self._inside_node(payloads, exact_bytes)
+            return self._inside_node(flat, payloads, exact_bytes)
         received, work = start_to_owners(payloads, exact_bytes, bucket)
         own = exact_bytes[topology.rank]
-        return Work(work, lambda: self._finish(received, own, flat.dtype, 1))
+        return Work(work, lambda: self._finish(flat, received, own, flat.dtype, 1))
 
-    def _inside_node(self, payloads: list[Tensor], exact_bytes: list[int]) -> Work:
+    def _inside_node(self, flat: Tensor, payloads: list[Tensor], exact_bytes: list[int]) -> Work:
         """Give each rank of the node what goes to the ranks with its index, to add it up first: a sum is less
         between nodes than all that is in it."""
         bucket, topology = self.bucket, self.bucket.topology
@@ -116,54 +118,68 @@ class TagcGradientSync(GradientSync):
                 rows, share = received[:, position:end], self.shares[owner]
                 exact = wire = None
                 if exact_bytes[owner]:
-                    exact = exact_sum(rows, numel_of(share.exact), bucket.gradients.dtype)
+                    exact = exact_sum(rows, numel_of(share.exact), flat.dtype)
                 if share.compressed:
                     wires = rows[:, exact_bytes[owner] :]
                     wire = self.part_of[owner].add_up(wires, owner, 1, topology.local)
-                payload, size = joined_payload(exact, wire, bucket.gradients)
+                payload, size = joined_payload(exact, wire, flat)
                 sums.append(payload)
                 sizes.append(size)
                 position = end
             arrived, work = start_to_owners(sums, sizes, bucket, INTER)
             own = sizes[topology.rank // topology.local]
-            return Work(work, lambda: self._finish(arrived, own, torch.float32, topology.local))
+            return Work(
+                work, lambda: self._finish(flat, arrived, own, torch.float32, topology.local)
+            )
 
         return Work(work, between_nodes)
 
-    def _finish(self, received: Tensor, exact_bytes: int, dtype: torch.dtype, of: int):
-        """Add up the own share, uint8 ``[S, bytes]``: sums over ``of`` ranks, exact values of ``dtype``."""
+    def _finish(
+        self, flat: Tensor, received: Tensor, exact_bytes: int, dtype: torch.dtype, of: int
+    ) -> Tensor | Work:
+        """Add up this rank's share.
+
+        Args:
+            flat: ``[numel]``, the gradients, where the sum goes.
+            received: uint8 ``[S, bytes]``, a row from each sender: exact values, then a wire.
+            exact_bytes: how many bytes of a row are exact values.
+            dtype: their type.
+            of: how many ranks' sum each row is.
+        """
         if not self.bucket.sharded:
-            return self._gather_sums(received, of)
-        bucket, rank = self.bucket, self.bucket.topology.rank
+            return self._gather_sums(flat, received, of)
+        rank = self.bucket.topology.rank
         share = self.shares[rank]
         if share.exact:
             total = exact_sum(received, numel_of(share.exact), dtype)
-            scattered(total, bucket.gradients, share.exact, bucket.scale)
+            scattered(total, flat, share.exact, self.bucket.scale)
         if share.compressed:
-            self._write(self.part_of[rank].decode(received[:, exact_bytes:], rank, of), rank)
-        return bucket.shard
+            total = self.part_of[rank].decode(received[:, exact_bytes:], rank, of)
+            self._write(total, flat, rank)
+        return self.bucket.shard_of(flat)
 
-    def _gather_sums(self, received: Tensor, of: int) -> Work:
-        """Add up the own share's sketches and gather every owner's sum."""
+    def _gather_sums(self, flat: Tensor, received: Tensor, of: int) -> Work:
+        """Add up the wires of this rank's share, as ``_finish``, and gather every owner's sum."""
         topology = self.bucket.topology
         rank = topology.rank
-        own = received.new_zeros((1, max(part.sum_bytes for part in self.parts)))
+        # Shares differ in size; every rank gathers rows of the largest.
+        row = received.new_zeros((1, max(part.sum_bytes for part in self.parts)))
         if rank in self.part_of:
             part = self.part_of[rank]
-            own[0, : part.sum_bytes] = part.add_up(received, rank, of, topology.world_size)
-        sums, work = self.bucket.transport().all_gather(own)
+            row[0, : part.sum_bytes] = part.add_up(received, rank, of, topology.world_size)
+        sums, work = self.bucket.transport().all_gather(row)
 
         def spread() -> Tensor:
             for owner, part in self.part_of.items():
                 wire = sums[owner : owner + 1, : part.sum_bytes]
-                self._write(part.decode(wire, owner, topology.world_size), owner)
-            return self.bucket.gradients
+                self._write(part.decode(wire, owner, topology.world_size), flat, owner)
+            return flat
 
         return Work(work, spread)
 
-    def _write(self, values: Tensor, owner: int) -> None:
-        """Write an owner's share of the sum."""
-        scattered(values, self.bucket.gradients, self.shares[owner].compressed, self.bucket.scale)
+    def _write(self, values: Tensor, flat: Tensor, owner: int) -> None:
+        """Write an owner's share of the sum into the gradients."""
+        scattered(values, flat, self.shares[owner].compressed, self.bucket.scale)
 
     def state(self) -> dict[str, Tensor]:
         return {f"memory{number}": part.memory for number, part in enumerate(self.parts)}
@@ -185,16 +201,21 @@ def start_to_owners(
     """
     topology = bucket.topology
     transport = topology.transport_over(link)
-    rank, counts = transport.group.rank(), [payload.numel() // ALIGNMENT for payload in payloads]
-    rows, came = torch.cat(payloads).view(-1, ALIGNMENT), [counts[rank]] * transport.world_size
-    received, work = transport.all_to_all(rows, counts, came)
-    for other, (payload, exact) in enumerate(zip(payloads, exact_bytes, strict=True)):
-        same_node = other // topology.local == rank // topology.local
-        where = link or (INTRA if same_node else INTER)
-        for kind, size in (("compressed", payload.numel() - exact), ("excluded", exact)):
-            if size and other != rank:
-                plain = size if kind == "excluded" else 0
-                bucket.ledger.record("dp.gradient", kind, "all_to_all", size, plain, where)
+    rank = transport.group.rank()
+    send_counts = [payload.numel() // ALIGNMENT for payload in payloads]
+    recv_counts = [send_counts[rank]] * transport.world_size  # every rank sends this one as much
+    rows = torch.cat(payloads).view(-1, ALIGNMENT)
+    received, work = transport.all_to_all(rows, send_counts, recv_counts)
+    for peer, (payload, exact) in enumerate(zip(payloads, exact_bytes, strict=True)):
+        if peer == rank:
+            continue
+        same_node = peer // topology.local == rank // topology.local
+        peer_link = link or (INTRA if same_node else INTER)
+        wire = payload.numel() - exact
+        if wire:
+            bucket.ledger.record("dp.gradient", "compressed", "all_to_all", wire, 0, peer_link)
+        if exact:
+            bucket.ledger.record("dp.gradient", "excluded", "all_to_all", exact, exact, peer_link)
     return received.view(transport.world_size, payloads[rank].numel()), work
 
 
