@@ -24,6 +24,10 @@ class RankResult:
     ledger: list[dict] = field(default_factory=list)
     place: tuple[int, int] = (0, 0)
     """(pipeline rank, tensor rank)."""
+    coordinates: dict[str, int] = field(default_factory=dict)
+    """This rank in each dimension of the mesh: pipeline, tensor, data, expert, expert tensor."""
+    cut: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Dimensions whose ranks hold other values of a parameter; ranks that differ in others hold copies."""
 
 
 def run_and_keep(script: str, arguments: list[str], results: Path) -> None:
@@ -52,10 +56,14 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
     def attaching(self, chunks):
         held.setdefault("chunks", []).extend(chunks)
         held["ledger"] = self.ledger
-        result.place = (
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
+        result.coordinates = {
+            "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
+            "tensor": parallel_state.get_tensor_model_parallel_rank(),
+            "data": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+            "expert": parallel_state.get_expert_model_parallel_rank(),
+            "expert tensor": parallel_state.get_expert_tensor_parallel_rank(),
+        }
+        result.place = (result.coordinates["pipeline"], result.coordinates["tensor"])
         return attach_model(self, chunks)
 
     def logging(self, iteration, losses):
@@ -76,12 +84,25 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
         for number, chunk in enumerate(held["chunks"]):
             for name, parameter in chunk.named_parameters():
                 name = f"{number}.{name}"
-                local = (
-                    parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                )  # FSDP2's shard
+                is_shard = hasattr(parameter, "to_local")  # FSDP2's
+                local = parameter.to_local() if is_shard else parameter
                 bits = local.detach().float().numpy().tobytes()
                 result.parameters[name] = hashlib.sha256(bits).hexdigest()
+                result.cut[name] = _cut(parameter, is_shard)
                 if not getattr(parameter, "tensor_model_parallel", False):
                     result.replicated.add(name)
 
     return result, finish
+
+
+def _cut(parameter, is_shard: bool) -> tuple[str, ...]:
+    """The dimensions of the mesh over which a parameter is cut, or of which each rank has its own."""
+    is_expert = not getattr(parameter, "allreduce", True)
+    cut = ["pipeline"]
+    if is_expert:
+        cut.append("expert")
+    if is_shard:
+        cut.append("data")
+    if getattr(parameter, "tensor_model_parallel", False):
+        cut.append("expert tensor" if is_expert else "tensor")
+    return tuple(cut)

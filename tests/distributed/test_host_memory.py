@@ -279,7 +279,7 @@ def trained(rank: int, transport: str) -> str:
     """Hash of the weights behind some iterations, of which backward hooks start exchanges."""
     setup = Setup({"compression": "sdp4bit"}, transport=transport, micro_batches=2)
     training, _ = train(rank, setup, 3)
-    assert (training.groups[0].topology.memory is not None) == (transport == "host")
+    assert (training.groups[0].plan.topology.memory is not None) == (transport == "host")
     assert training.kinds("dp.weight") >= {"compressed"} <= training.kinds()
     return training.digest()
 

@@ -209,17 +209,25 @@ def test_cells_cover_every_pair() -> None:
     assert covered == wanted
 
 
-def check_replicas(run: Run, tied: bool = False) -> None:
-    """Ranks of a stage agree on every parameter they share, and, if ``tied``, stages on the embeddings."""
-    for one, other in itertools.combinations(run.ranks, 2):
-        if one.place[0] != other.place[0]:
-            continue
-        shared = one.parameters.keys() if one.place == other.place else one.replicated
-        assert one.replicated == other.replicated and len(shared) >= 2
-        for name in shared:
-            assert one.parameters[name] == other.parameters[name], (
-                f"{name} differs between replicas"
+def check_copies(run: Run, tied: bool = False) -> None:
+    """Ranks that hold copies of a parameter, over any dimension of the mesh, hold the same bits; and, if
+    ``tied``, so do stages of the embeddings. Every dimension of several ranks has copies of some."""
+    copies: dict[tuple, dict[str, list]] = {}
+    for rank in run.ranks:
+        for name, bits in rank.parameters.items():
+            values = tuple(rank.coordinates[dimension] for dimension in rank.cut[name])
+            copies.setdefault((name, rank.cut[name], values), {}).setdefault(bits, []).append(
+                rank.coordinates
             )
+    for (name, *_), by_bits in copies.items():
+        assert len(by_bits) == 1, f"{name} differs between copies: {[*by_bits.values()]}"
+    for dimension in ("tensor", "data"):
+        if any(rank.coordinates[dimension] for rank in run.ranks):
+            assert any(
+                len({holder[dimension] for holder in holders}) > 1
+                for by_bits in copies.values()
+                for holders in by_bits.values()
+            ) or all("data" in cut for _, cut, _ in copies), f"no copies over {dimension} ranks"
     if tied:
         check_tied_embeddings(run)
 
@@ -253,7 +261,7 @@ def test_cell(runs: Runs, cell: Cell) -> None:
         serial.ranks[-1].validation, rel=cell.tolerance
     )
     assert NONE_SKIPPED in run.output
-    check_replicas(run, cell.tied)
+    check_copies(run, cell.tied)
     check_channels(run, cell.channels)
 
 
@@ -326,7 +334,7 @@ def test_layout(runs: Runs, layout: str) -> None:
     expected = {iteration: serial[iteration] for iteration in run.losses}
     assert len(expected) == whole
     assert run.losses == pytest.approx(expected, rel=0.005) and run.losses != expected
-    check_replicas(run, tied)
+    check_copies(run, tied)
     check_channels(run, channels + REPLICAS)
     go_back_to(half, saved)
     resumed = runs.train([*flags, "--load", str(saved)], 4)
@@ -334,6 +342,60 @@ def test_layout(runs: Runs, layout: str) -> None:
         iteration: run.losses[iteration] for iteration in range(half + 1, whole + 1)
     }
     assert resumed.parameters == run.parameters
+
+
+COPIES = {
+    "FSDP2 beside tensor parallelism, int8": (
+        *("fsdp2", "--tensor-model-parallel-size 2 --bf16"),
+        "--dp-compression int8 int8",
+    ),
+    "FSDP2 beside sequence parallelism, sdp4bit": (
+        *("fsdp2", "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --qk-layernorm"),
+        "--dp-compression sdp4bit int6 --taco --compression-min-mb 0",
+    ),
+    "FSDP2 beside tensor parallelism, tagc": (
+        *("fsdp2", "--tensor-model-parallel-size 2 --bf16 --hidden-size 128"),
+        "--dp-compression tagc:layers=all none --compression-start-iteration 0",
+    ),
+    "shards beside tensor parallelism, int8": (
+        *("ddp", f"--tensor-model-parallel-size 2 --bf16 {OVERLAPPED}"),
+        "--dp-compression int8 int8",
+    ),
+    "plain DDP beside tensor parallelism, tagc": (
+        *("ddp", "--tensor-model-parallel-size 2 --bf16"),
+        "--dp-compression tagc:layers=all --compression-start-iteration 0",
+    ),
+    "experts' tensor parallelism, sdp4bit": (
+        *("ddp", f"--tensor-model-parallel-size 2 --sequence-parallel --bf16 {OVERLAPPED}"),
+        "--num-experts 2 --expert-tensor-parallel-size 2 --disable-bias-linear "
+        "--moe-token-dispatcher-type alltoall --dp-compression sdp4bit",
+    ),
+    "context ranks, int8": (
+        *("ddp", f"--context-parallel-size 2 --bf16 {OVERLAPPED}"),
+        "--dp-compression int8 int8 --cp-compression int8",
+    ),
+}
+"""Lossy settings of data parallelism, each beside a dimension whose ranks hold copies."""
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_keep_their_bits(name: str) -> None:
+    """Five iterations on four ranks: copies over every dimension of the mesh are bit for bit alike."""
+    kind, layout, codecs = COPIES[name]
+    flags = "--hidden-size 64 --train-iters 5 --lr 1e-2 --no-gradient-accumulation-fusion".split()
+    flags += [*layout.split(), *codecs.split()]
+    if kind == "fsdp2":
+        flags += ["--use-torch-fsdp2", "--untie-embeddings-and-output-weights"]
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if kind == "fsdp2" else {}
+    run = pretrain(*tiny_flags(*flags), ranks=4, env=env)
+    check_copies(run)
+    sent = {
+        row["kind"]
+        for rank in run.ranks
+        for row in rank.ledger
+        if row["traffic"] == "dp.gradient" and row["sent_bytes"]
+    }
+    assert "compressed" in sent
 
 
 ALL_THREE = """--hidden-size 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16
@@ -348,7 +410,7 @@ def test_every_channel_is_compressed(tmp_path: Path) -> None:
     whole = pretrain(*flags, ranks=8)
     assert sorted(whole.losses) == [1, 2, 3, 4] and whole.losses[4] < whole.losses[1]
     check_channels(whole, SIX)
-    check_replicas(whole, tied=True)
+    check_copies(whole, tied=True)
     written = json.loads((report / "report.json").read_text())
     errors = {(row["site"], row["traffic"]): row["relative_error"] for row in written["errors"]}
     assert 0.03 < errors["pipeline stage 0", "pp.forward"] < 0.15

@@ -26,7 +26,7 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
                 training.settle()
                 assert same_everywhere(training.digest()), (setup, iteration)
         outcomes.append((losses[0], losses[-1]))
-        topology = training.groups[0].topology
+        topology = training.groups[0].plan.topology
         assert topology.regular == (world_size == 4 or "node_size" not in setup.settings)
         assert training.kinds() == {"compressed"}
     return outcomes
@@ -125,7 +125,7 @@ def _check_damaged(rank: int, setup: Setup) -> None:
     training.settle()
     assert training.digest() == before, "the weight difference of a skipped step is nothing"
     for group in training.groups:
-        for sync in group.gradient_syncs:
+        for sync in group.plan.gradient_syncs:
             for memory in sync.state().values():
                 assert memory.isfinite().all() and memory.any()
     assert training.step()[1], "the next one counts again"
