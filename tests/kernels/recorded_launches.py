@@ -16,6 +16,7 @@ from triton.runtime.driver import driver
 from taco_kernels.common import fast_launch
 
 FAST = (None, None, None)
+"""Hooks of a launch that Triton had no part in."""
 KNOWN = triton.__version__.startswith(fast_launch.KNOWN_TRITON)
 """Whether the launcher is the one that is followed; the order below of others is that from 3.7 on."""
 
@@ -47,6 +48,7 @@ class Recorder(CudaLauncher):
 
     def __init__(self, records: list[Record]) -> None:
         def launch(*args) -> None:
+            # In Triton 3.6: grid (0-2), stream, function, options (5-9), metadata and hooks (10-12), arguments.
             if not KNOWN:
                 args = (*args[:7], *args[11:13], *args[7:11], *args[-1])
             values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args[13:]]
@@ -64,8 +66,12 @@ class Device:
     """Triton's driver for machine-independent launches: the current device and stream are set by the test."""
 
     def __init__(self, records: list[Record], architecture: int = 90) -> None:
-        self.architecture, self.compiled = architecture, []
-        self.number, self.stream, self._functions = 0, 700, count(1)
+        self.architecture = architecture
+        self.compiled: list[tuple] = []
+        """Source and options of what would be compiled."""
+        self.number = 0
+        self.stream = 700
+        self._functions = count(1)
         self.launcher_cls = lambda src, metadata: Recorder(records)
         self.utils = types.SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 232448},
@@ -103,7 +109,7 @@ class NotCompiled:
 def recorded_launches(
     *kernels, compiled: bool = False, architecture: int = 90
 ) -> Iterator[tuple[list[Record], Device]]:
-    """The launches of ``kernels`` within it, and the device they believe to be on.
+    """Record the launches of ``kernels`` within it; give the list, and the device that they believe to be on.
 
     Args:
         compiled: compile them, which takes seconds for a large one; else ``Device.compiled`` has what would
@@ -111,14 +117,14 @@ def recorded_launches(
         architecture: 90 for sm_90.
     """
     records: list[Record] = []
-    device, before = Device(records, architecture), driver._active
-    compiling = mock.patch.object(
-        triton.compiler,
-        "compile",
-        triton.compiler.compile
-        if compiled
-        else lambda src, target=None, options=None: NotCompiled(src, options, device),
-    )
+    device = Device(records, architecture)
+    active_before = driver._active
+
+    def not_compiled(src, target=None, options=None) -> NotCompiled:
+        return NotCompiled(src, options, device)
+
+    compile_function = triton.compiler.compile if compiled else not_compiled
+    compiling = mock.patch.object(triton.compiler, "compile", compile_function)
     caches = [kernel.device_caches for kernel in kernels]
     with (
         compiling,
@@ -131,6 +137,6 @@ def recorded_launches(
         try:
             yield records, device
         finally:
-            driver._active = before
+            driver._active = active_before
             for kernel, cache in zip(kernels, caches, strict=True):
                 kernel.device_caches = cache

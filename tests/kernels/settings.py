@@ -21,36 +21,42 @@ from taco_kernels.tah_quant import launch as tah_quant
 
 LAUNCHERS = (taco, collectives, sdp4bit, tah_quant, bitmap_sparse, channel_norm, lossless)
 """Modules that have the kernels."""
-NUMEL, BF16 = 2**16, torch.bfloat16
-TAIL = NUMEL + 100  # the last group not whole
+NUMEL = 2**16
+TAIL = NUMEL + 100
+"""Values of a tensor whose last group is not whole."""
+BF16 = torch.bfloat16
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Of the wire's type, if no other."""
+    """Return zeros, by default of the wires' type."""
     return torch.zeros(shape, dtype=dtype)
 
 
 def encode(config: CodecConfig, numel: int = NUMEL) -> None:
+    """Launch TACO's encode of four chunks."""
     taco.encode(zeros(numel, dtype=BF16), config, 4)
 
 
 def decode(config: CodecConfig, numel: int = NUMEL) -> None:
+    """Launch TACO's decode of four chunks."""
     wires = zeros(4, config.wire_bytes(config.chunk_numel(numel, 4)))
     taco.decode(wires, config, (numel,), BF16)
 
 
 def decode_sum(config: CodecConfig) -> None:
+    """Launch TACO's sum of four senders."""
     taco.decode_sum(zeros(4, config.wire_bytes(NUMEL)), config, (NUMEL,), BF16)
 
 
 def collective(operation: str, config: CodecConfig, ranks: int = 4) -> None:
-    """Of ranks whose addresses are not used."""
+    """Launch a collective of ranks whose addresses are not used."""
     memory = zeros(channel_bytes(ranks, 8))
     channel = Channel([memory.data_ptr()] * ranks, 0, torch.device("cpu"), 8, 1.0)
     getattr(collectives, operation)(channel, zeros(4, NUMEL // 4, dtype=BF16), config)
 
 
 def of_sdp4bit() -> None:
+    """Launch SDP4Bit's kernels of gradients, of four ranks."""
     format = GroupFormat(8, 128, True)
     sdp4bit.quantize(zeros(4, NUMEL, dtype=BF16), format)
     wires = zeros(4, 4, format.wire_bytes(NUMEL))
@@ -58,24 +64,32 @@ def of_sdp4bit() -> None:
 
 
 def of_tah_quant() -> None:
-    x, config = zeros(64, 4, 1024, dtype=BF16), TahConfig()
+    """Launch TAH-Quant's encode and decode."""
+    x = zeros(64, 4, 1024, dtype=BF16)
+    config = TahConfig()
     tah_quant.decode(tah_quant.encode(x, config), config, x.shape, BF16)
 
 
 def of_bitmap_sparse() -> None:
-    x, layout = zeros(4, NUMEL, dtype=torch.float32), BitmapLayout(NUMEL, 0.2, 16)
+    """Launch the kernels of sparse shards, of four ranks."""
+    x = zeros(4, NUMEL, dtype=torch.float32)
+    layout = BitmapLayout(NUMEL, 0.2, 16)
     bitmap_sparse.encode(x, x[:, 0], layout, x)
     bitmap_sparse.decode_sum(zeros(4, layout.wire_bytes), layout)
 
 
 def of_channel_norm() -> None:
+    """Launch the kernels of normalised channels."""
     config = CodecConfig("int6", 64, "single", hadamard=False, outliers=True)
-    x, layout = zeros(64, 1024, dtype=BF16), ChannelNormLayout(64, 1024, config)
+    x = zeros(64, 1024, dtype=BF16)
+    layout = ChannelNormLayout(64, 1024, config)
     channel_norm.decode(channel_norm.encode(x, layout), layout, BF16)
 
 
 def of_lossless() -> None:
-    x, layout = zeros(4, TAIL, dtype=BF16), LosslessLayout(TAIL, BF16)
+    """Launch the lossless kernels, of four ranks."""
+    x = zeros(4, TAIL, dtype=BF16)
+    layout = LosslessLayout(TAIL, BF16)
     payloads = lossless.encode(x, layout)
     lossless.decode(payloads, layout)
     lossless.decode_sum(payloads[None], layout, BF16)

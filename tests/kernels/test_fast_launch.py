@@ -1,6 +1,6 @@
 """A fast launch must choose the kernel that Triton would choose, and give it the same arguments."""
 
-import random as python_random
+import random
 from unittest import mock
 
 import pytest
@@ -36,146 +36,222 @@ def unmarked_kernel(x, late, T: tl.constexpr):
     tl.store(x + tl.arange(0, T), late)
 
 
+def is_fast(record: Record) -> bool:
+    """Return True if Triton had no part in a launch."""
+    return record.hooks == FAST
+
+
+def without_hooks(records: list[Record]) -> list[Record]:
+    """Return launches as the kernel sees them: by Triton and fast they must be equal."""
+    return [record._replace(hooks=()) for record in records]
+
+
 def compare(calls, records: list[Record]) -> None:
     """Make every call by Triton, then twice as fast launches in a shuffled order.
 
-    A call is a function without arguments whose launches take the same arguments each time.
+    A call is a function without arguments whose launches take the same arguments each time. ``records`` is the
+    list that launches are recorded in.
     """
     expected = []
     for call in calls:
         records.clear()
         with mock.patch.object(fast_launch, "_always_triton", True):
             call()
-        assert records and all(record.hooks != FAST for record in records)
-        expected.append(list(records))
+        assert records and not any(is_fast(record) for record in records)
+        expected.append(without_hooks(records))
     order = list(range(len(calls)))
     for attempt in range(2):
-        python_random.Random(attempt).shuffle(order)
+        random.Random(attempt).shuffle(order)
         for number in order:
             records.clear()
             calls[number]()
-            found, wanted = (
-                [r._replace(hooks=()) for r in some] for some in (records, expected[number])
-            )
-            assert found == wanted
-            if attempt:
-                assert all(record.hooks == FAST for record in records), number
+            assert without_hooks(records) == expected[number]
+            # The first call of each kind goes through Triton, to learn which kernel it chooses.
+            if attempt > 0:
+                assert all(is_fast(record) for record in records), number
 
 
-def test_every_specialisation_has_a_kernel_of_its_own() -> None:
-    """Compiled kernels: addresses, dtypes, sizes of one, multiples of 16 and none, 32 and 64 bits."""
+SIZES = [(1, 1, (3, 4)), (16, 1, (3, 4)), (17, 2**31, (1, 16)), (-16, 2**40 + 1, (2**31, 1))]
+"""numel, stride and pair of small_kernel: ones, multiples of 16 and none, of 32 and 64 bits."""
+CONSTANTS = dict(T=16, num_warps=1)
+
+
+def test_tensors_and_sizes_have_kernels_of_their_own() -> None:
+    """Compiled kernels: addresses that divide by 16 and that do not, dtypes, and SIZES."""
     base = {dtype: torch.zeros(256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
     out = torch.zeros(256)
-    numbers = [(1, 1, (3, 4)), (16, 1, (3, 4)), (17, 2**31, (1, 16)), (-16, 2**40 + 1, (2**31, 1))]
     calls = []
     with recorded_launches(small_kernel, compiled=True) as (records, _):
-        for fixed in numbers:
-            prepared = Launch(small_kernel, (3,), fixed, dict(T=16, num_warps=1))
+        for fixed in SIZES:
+            prepared = Launch(small_kernel, (3,), fixed, CONSTANTS)
             launches = ((torch.bfloat16, 0, 1), (torch.bfloat16, 1, 2**31), (torch.float32, 4, -7))
             for dtype, offset, late in launches:
                 tensors = base[dtype][offset:], out[offset // 4 :]
                 calls.append(lambda p=prepared, t=tensors, n=late: p(t, (n,)))
-        prepared = Launch(small_kernel, (3, 2), numbers[0], dict(T=16, num_warps=1))
+        compare(calls, records)
+
+
+def test_late_integers_have_kernels_by_their_width() -> None:
+    """At both ends of int32, int64 and uint64; beyond is an error of the launcher."""
+    tensors = torch.zeros(256), torch.zeros(256)
+    calls = []
+    with recorded_launches(small_kernel, compiled=True) as (records, _):
+        prepared = Launch(small_kernel, (3, 2), SIZES[0], CONSTANTS)
         for late in (0, -(2**31), 2**31 - 1, -(2**31) - 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)):
-            calls.append(lambda n=late: prepared((base[torch.float32], out), (n,)))
+            calls.append(lambda n=late: prepared(tensors, (n,)))
         compare(calls, records)
         with pytest.raises(OverflowError):
-            prepared((base[torch.float32], out), (2**64,))
+            prepared(tensors, (2**64,))
 
 
-def test_current_device_and_stream() -> None:
-    """Each device has a kernel of its own; the stream is the current one."""
+def small_launch() -> Launch:
+    """Return a launch of small_kernel for two tensors of 16 values and an integer."""
+    return Launch(small_kernel, (1,), (16, 1, (1, 1)), CONSTANTS)
+
+
+def test_the_stream_is_the_current_one() -> None:
     x = torch.zeros(16)
-    prepared = Launch(small_kernel, (1,), (16, 1, (1, 1)), dict(T=16, num_warps=1))
+    prepared = small_launch()
     with recorded_launches(small_kernel) as (records, device):
-        for device.number, device.stream in ((0, 5), (0, 6), (1, 6), (0, 7), (1, 8)):
+        for device.stream in (5, 6, 7):
             prepared((x, x), (3,))
-        assert [record.stream for record in records] == [5, 6, 7, 7, 9]
+        assert [record.stream for record in records] == [5, 6, 7]
+        assert [is_fast(record) for record in records] == [False, True, True]
+
+
+def test_each_device_has_a_kernel_of_its_own() -> None:
+    """What was learnt on one device does not serve another."""
+    x = torch.zeros(16)
+    prepared = small_launch()
+    with recorded_launches(small_kernel) as (records, device):
+        for device.number in (0, 0, 1, 0, 1):
+            prepared((x, x), (3,))
         functions = [record.function for record in records]
-        assert functions == [functions[0], functions[0], functions[2], functions[0], functions[2]]
-        assert functions[0] != functions[2]
-        assert [record.hooks == FAST for record in records] == [False, True, False, True, True]
+        first, second = functions[0], functions[2]
+        assert first != second
+        assert functions == [first, first, second, first, second]
+        assert [is_fast(record) for record in records] == [False, True, False, True, True]
 
 
-def test_what_watches_launches_sees_them(monkeypatch) -> None:
-    """Hooks, debug mode, instrumentation and a replaced JITFunction.run get every launch."""
-    x, seen = torch.zeros(16), []
-    prepared = Launch(small_kernel, (1,), (16, 1, (1, 1)), dict(T=16, num_warps=1))
+@pytest.fixture
+def launches_fast():
+    """A function that launches once more and returns whether Triton had no part in it."""
+    x = torch.zeros(16)
+    prepared = small_launch()
     with recorded_launches(small_kernel) as (records, _):
 
         def fast() -> bool:
             records.clear()
             prepared((x, x), (3,))
-            return records[0].hooks == FAST
+            return is_fast(records[0])
 
-        fast()
+        fast()  # learns the kernel
         assert fast()
-        for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-            chain.add(seen.append)
-            assert not fast() and len(seen) == 1
-            chain.remove(seen.pop)  # not there: nothing happens
-            chain.calls.clear()
-            seen.clear()
-            assert fast()
-        run = JITFunction.run
-        for owner, name, value in (
-            (knobs.runtime, "launch_enter_hook", seen.append),
-            (knobs.runtime, "launch_exit_hook", None),
-            (knobs.runtime, "debug", True),
-            (knobs.compilation, "instrumentation_mode", "some"),
-            (small_kernel, "pre_run_hooks", [lambda *args, **kwargs: seen.append(args)]),
-            (JITFunction, "run", lambda self, *args, **kwargs: run(self, *args, **kwargs)),
-        ):
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, name, value)
-                assert not fast(), name
-            assert fast(), name
-        assert len(seen) == 2  # the enter hook and the hook before the run
+        yield fast
 
 
-def test_an_unknown_triton_launches_by_itself(monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_sees_every_launch(name: str, launches_fast) -> None:
+    """While it is in Triton's chain."""
+    seen = []
+    chain = getattr(knobs.runtime, name)
+    chain.add(seen.append)
+    try:
+        assert not launches_fast()
+        assert len(seen) == 1
+    finally:
+        chain.calls.clear()
+    assert launches_fast()
+
+
+SEEN = []
+"""What the watchers below were told."""
+
+
+def noting_hook(*args, **kwargs) -> None:
+    """Hook that notes its call."""
+    SEEN.append(args)
+
+
+def another_run(self, *args, run=JITFunction.run, **kwargs):
+    """Replace JITFunction.run, as a profiler may."""
+    return run(self, *args, **kwargs)
+
+
+WATCHERS = {
+    "a hook in place of Triton's chain": (knobs.runtime, "launch_enter_hook", noting_hook, 1),
+    "no exit hook": (knobs.runtime, "launch_exit_hook", None, 0),
+    "debug mode": (knobs.runtime, "debug", True, 0),
+    "instrumentation": (knobs.compilation, "instrumentation_mode", "some", 0),
+    "a hook before the run": (small_kernel, "pre_run_hooks", [noting_hook], 1),
+    "another run": (JITFunction, "run", another_run, 0),
+}
+"""Owner, attribute and value of what watches launches, and how often it notes one."""
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_what_watches_launches_gets_them(watcher: str, launches_fast, monkeypatch) -> None:
+    owner, name, value, notes = WATCHERS[watcher]
+    SEEN.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, value)
+        assert not launches_fast()
+    assert len(SEEN) == notes
+    assert launches_fast()
+
+
+def test_an_unknown_triton_is_not_supported(monkeypatch) -> None:
     assert fast_launch.supported()
     monkeypatch.setattr(triton, "__version__", "3.7.0")
     assert not fast_launch.supported()
+
+
+def test_an_unknown_triton_launches_by_itself(monkeypatch) -> None:
     monkeypatch.setattr(fast_launch, "_SUPPORTED", False)
     x = torch.zeros(16)
-    prepared = Launch(small_kernel, (1,), (16, 1, (1, 1)), dict(T=16, num_warps=1))
+    prepared = small_launch()
     with recorded_launches(small_kernel) as (records, _):
         for _ in range(3):
             prepared((x, x), (3,))
-        assert len(records) == 3 and all(record.hooks != FAST for record in records)
+        assert len(records) == 3
+        assert not any(is_fast(record) for record in records)
 
 
-def test_kernels_that_it_cannot_serve_are_refused() -> None:
+def test_an_integer_that_would_be_specialised_on_is_refused() -> None:
     x = torch.zeros(16)
-    with recorded_launches(small_kernel, unmarked_kernel) as (records, _):
+    with recorded_launches(unmarked_kernel) as (records, _):
         with pytest.raises(TypeError, match="late=3 changes from call to call"):
             Launch(unmarked_kernel, (1,), (), dict(T=16))((x,), (3,))
+        assert not records
+
+
+def test_a_late_bool_is_refused() -> None:
+    """Triton specialises on it."""
+    x = torch.zeros(16)
+    with recorded_launches(small_kernel) as (records, _):
+        with pytest.raises(TypeError, match="late=True"):
+            small_launch()((x, x), (True,))
+        assert not records
+
+
+def test_missing_constants_are_named() -> None:
+    x = torch.zeros(16)
+    with recorded_launches(small_kernel) as (records, _):
         with pytest.raises(TypeError, match=r"no constants for \['late', 'T'\]"):
             Launch(small_kernel, (1,), (16, 1, (1, 1)), dict(num_warps=1))((x, x))
-        with pytest.raises(TypeError, match="late=True"):
-            Launch(small_kernel, (1,), (16, 1, (1, 1)), dict(T=16))((x, x), (True,))
         assert not records
 
 
 def test_start_keeps_launches() -> None:
-    """By kernel, grid, fixed arguments and constants."""
+    """By kernel, grid, fixed arguments and constants: the second call of each is fast."""
     x = torch.zeros(16)
-    with recorded_launches(small_kernel, unmarked_kernel) as (records, _):
-        for grid, fixed, T in (
-            ((1,), (1,), 16),
-            ((2,), (1,), 16),
-            ((1,), (16,), 16),
-            ((1,), (1,), 8),
-        ):
-            for attempt in range(2):
+    calls = (((1,), (1,), 16), ((2,), (1,), 16), ((1,), (16,), 16), ((1,), (1,), 8))
+    with recorded_launches(unmarked_kernel) as (records, _):
+        for grid, fixed, T in calls:
+            for repeated in (False, True):
                 fast_launch.start(unmarked_kernel, grid, (x,), fixed, T=T, num_warps=1)
-                assert (records[-1].hooks == FAST) == bool(attempt)
-                assert records[-1].grid[0] == grid[0] and records[-1].arguments == (
-                    x.data_ptr(),
-                    *fixed,
-                    T,
-                )
-        assert (
-            len({record.function for record in records}) == 3
-        )  # of four launches two differ in the grid
+                assert is_fast(records[-1]) == repeated
+                assert records[-1].grid[0] == grid[0]
+                assert records[-1].arguments == (x.data_ptr(), *fixed, T)
+        # Of four launches two differ in the grid alone, and have one kernel.
+        assert len({record.function for record in records}) == 3

@@ -1,5 +1,4 @@
-"""taco_kernels by itself: imported without Megatron; what launches refuse before a kernel would write outside
-its output."""
+"""taco_kernels by itself: it is imported without Megatron, and refuses launches that would write elsewhere."""
 
 import subprocess
 import sys
@@ -18,14 +17,18 @@ CONFIG = CodecConfig("int8")
 
 
 def wires(rows: int, values: int) -> torch.Tensor:
-    """A wire of so many rows."""
+    """Return wires of so many rows, each of so many values."""
     return torch.zeros(rows, CONFIG.wire_bytes(values), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("decode", [launch.decode, launch.decode_sum])
-def test_an_output_of_another_size_and_nothing_to_decode(decode) -> None:
+def test_an_output_of_another_size_is_refused(decode) -> None:
     with pytest.raises(ValueError, match="512 values, not those of shape"):
         decode(wires(1, 1024), CONFIG, (1024,), torch.float32, out=torch.zeros(512))
+
+
+@pytest.mark.parametrize("decode", [launch.decode, launch.decode_sum])
+def test_wires_without_a_row_are_refused(decode) -> None:
     with pytest.raises(ValueError, match="hold nothing to decode"):
         decode(wires(0, 1024), CONFIG, (1024,), torch.float32)
 
@@ -39,12 +42,21 @@ def test_on_amd_the_definition_runs(monkeypatch) -> None:
     assert operation(SimpleNamespace(is_cuda=True)) == "definition"
 
 
-def test_kernels_as_on_another_architecture() -> None:
-    """TACO_KERNELS_AS_IF names an architecture whose kernels this GPU can run."""
-    assert capability_as_if("89", (9, 0)) == (8, 9) and capability_as_if("120", (9, 0)) == (12, 0)
-    for wanted, own in (("hopper", (9, 0)), ("7", (9, 0)), ("89", (8, 0))):
-        with pytest.raises(ValueError, match=f"TACO_KERNELS_AS_IF={wanted}"):
-            capability_as_if(wanted, own)
+@pytest.mark.parametrize("requested, capability", [("89", (8, 9)), ("120", (12, 0))])
+def test_kernels_as_on_another_architecture(requested: str, capability: tuple[int, int]) -> None:
+    """TACO_KERNELS_AS_IF names an architecture whose kernels this GPU, of sm_90, can run."""
+    assert capability_as_if(requested, (9, 0)) == capability
+
+
+@pytest.mark.parametrize(
+    "requested, actual", [("hopper", (9, 0)), ("7", (9, 0)), ("89", (8, 0))], ids=str
+)
+def test_an_architecture_that_cannot_run_here_is_refused(
+    requested: str, actual: tuple[int, int]
+) -> None:
+    """It is none, is too old for the kernels, or is newer than this GPU."""
+    with pytest.raises(ValueError, match=f"TACO_KERNELS_AS_IF={requested}"):
+        capability_as_if(requested, actual)
 
 
 PROGRAM = '''
