@@ -8,8 +8,7 @@ import torch
 from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
+"""Types of a tensor."""
 SIGNED = (
     ("int4", 32, True),
     ("int4", 128, True),
@@ -27,7 +26,9 @@ class Case(NamedTuple):
     """A configuration and what runs in it."""
 
     config: CodecConfig
+    """Of the codec."""
     dtype: torch.dtype
+    """Of the tensor."""
     into: tuple[CodecConfig, ...]
     """What sums are encoded with."""
     decoded: bool
@@ -35,19 +36,25 @@ class Case(NamedTuple):
 
 
 def another(config: CodecConfig) -> CodecConfig:
-    """Of another format."""
-    return replace(config, format="int6" if config.format == "int8" else "int8")
+    """Return the config in another format."""
+    if config.format == "int8":
+        return replace(config, format="int6")
+    return replace(config, format="int8")
 
 
 def case_of(format: str, group_size: int) -> Case:
-    """The case of a format and group size, not with signed scales.
+    """Return the case of a format and group size, not with signed scales.
 
-    Encode and decode always run, the sums in turn.
-
-    Over all of them every pair of format, group size, scales, dtype and operation occurs.
+    Encode and decode always run, the sums in turn. Over all cases every pair of format, group size, scales,
+    dtype and operation occurs.
     """
-    i, j = FORMATS.index(format), GROUP_SIZES.index(group_size)
-    config = CodecConfig(format, group_size, ("dual", "single")[(i + j) % 2])
-    both = config, another(config)
-    sums = ((both[:1], True), (both, False), (both[1:], True))[(i // 2 + j) % 3]
-    return Case(config, DTYPES[(i + j) % 3], *sums)
+    i = FORMATS.index(format)
+    j = GROUP_SIZES.index(group_size)
+    scales = ("dual", "single")[(i + j) % 2]
+    config = CodecConfig(format, group_size, scales)
+    into, decoded = (
+        ((config,), True),
+        ((config, another(config)), False),
+        ((another(config),), True),
+    )[(i // 2 + j) % 3]
+    return Case(config, DTYPES[(i + j) % 3], into, decoded)

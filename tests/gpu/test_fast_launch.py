@@ -30,8 +30,10 @@ def only_fast_launches():
 )
 def test_side_stream() -> None:
     """A kernel on another stream waits for that stream, and for it alone."""
-    config, side = CodecConfig("int8"), torch.cuda.Stream()
-    x, new = torch.zeros(2**16, device="cuda"), torch.randn(2**16, device="cuda")
+    config = CodecConfig("int8")
+    side = torch.cuda.Stream()
+    x = torch.zeros(2**16, device="cuda")
+    new = torch.randn(2**16, device="cuda")
     expected = launch.encode(new, config)
     assert not torch.equal(launch.encode(x, config), expected)
     torch.cuda.synchronize()
@@ -44,7 +46,8 @@ def test_side_stream() -> None:
     torch.cuda.current_stream().synchronize()
     assert not side.query(), "the default stream waited for the other"
     side.synchronize()
-    assert torch.equal(late, expected) and torch.equal(early, expected)
+    assert torch.equal(late, expected)
+    assert torch.equal(early, expected)
 
 
 @pytest.mark.multigpu
@@ -59,15 +62,18 @@ def test_second_device() -> None:
             wire = launch.encode(x.to(device), config)
             wires.append((wire.cpu(), launch.decode(wire, config, x.shape, x.dtype).cpu()))
             assert wire.device.index == device
-    for wire, back in wires[1:]:
-        assert torch.equal(wire, wires[0][0]) and torch.equal(bits(back), bits(wires[0][1]))
+    first_wire, first_decoded = wires[0]
+    for wire, decoded in wires[1:]:
+        assert torch.equal(wire, first_wire)
+        assert torch.equal(bits(decoded), bits(first_decoded))
     with only_fast_launches(), torch.cuda.device(1):
-        assert torch.equal(launch.encode(x.to(1), config).cpu(), wires[0][0])
+        assert torch.equal(launch.encode(x.to(1), config).cpu(), first_wire)
 
 
 def test_wrong_device_is_an_error() -> None:
     """A tensor of the host never reaches a kernel, whatever was launched before."""
-    config, x = CodecConfig("int8"), torch.randn(1024, device="cuda")
+    config = CodecConfig("int8")
+    x = torch.randn(1024, device="cuda")
     for _ in range(3):
         wire = launch.encode(x, config)
     with pytest.raises(ValueError, match="cannot be accessed"):
