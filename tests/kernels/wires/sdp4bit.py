@@ -1,27 +1,46 @@
 """Comparing two wires of the same values, and all that kernels do with the reference's results."""
 
+from typing import NamedTuple
+
 import torch
 
 from taco_kernels.common.reference import unpack
 from taco_kernels.sdp4bit import GroupFormat, reference
-from tests.kernels.wires.taco import Difference, relative
+from tests.kernels.wires.taco import Difference, largest, relative
+
+ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-6}
+"""Relative rounding of results, by dtype; of fp32 also of a sum in another order."""
+
+
+def codes_and_steps(
+    wires: torch.Tensor, format: GroupFormat, numel: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int[rows, groups, G] codes and fp32[rows, groups] steps of wires uint8[rows, bytes]."""
+    groups = format.groups(numel)
+    split = format.code_bytes(numel)
+    plane = unpack([wires[:, :split]], (format.bits,)).view(len(wires), groups, -1)
+    codes = plane.view(torch.int8).int() if format.bits == 8 else plane.int()
+    steps = wires[:, split : split + 4 * groups].contiguous().view(torch.float32)
+    return codes, steps
 
 
 def apart(a: torch.Tensor, b: torch.Tensor, format: GroupFormat, numel: int) -> Difference:
-    """Compare wires uint8[rows, bytes] of rows of ``numel`` values; codes only of groups with a step."""
-    groups, split = format.groups(numel), format.code_bytes(numel)
-    codes, steps = [], []
-    for wires in (a, b):
-        plane = unpack([wires[:, :split]], (format.bits,)).view(len(wires), groups, -1)
-        codes.append(plane.view(torch.int8).int() if format.bits == 8 else plane.int())
-        steps.append(wires[:, split : split + 4 * groups].contiguous().view(torch.float32))
-    distance = (codes[0] - codes[1]).abs()[~steps[0].isnan()]
-    rest = split + 4 * groups
+    """Compare wires uint8[rows, bytes]; codes only of groups with a step.
+
+    Args:
+        a: wires.
+        b: wires.
+        format: of both.
+        numel: values of a row.
+    """
+    codes_a, steps_a = codes_and_steps(a, format, numel)
+    codes_b, steps_b = codes_and_steps(b, format, numel)
+    distance = (codes_a - codes_b).abs()[~steps_a.isnan()]
+    share = int((distance > 0).sum()) / max(distance.numel(), 1)
+    end = format.code_bytes(numel) + 4 * format.groups(numel)
+    padding = torch.equal(a[:, end:], b[:, end:])
     return Difference(
-        float((distance > 0).float().mean()) if distance.numel() else 0.0,
-        int(distance.max()) if distance.numel() else 0,
-        float(relative(*steps).max()),
-        torch.equal(a[:, rest:], b[:, rest:]),
+        share, int(largest(distance)), float(relative(steps_a, steps_b).max()), padding
     )
 
 
@@ -33,10 +52,97 @@ def assert_alike(
     codes: float,
     scales: float = 0.0,
 ) -> None:
-    """Two wires are the same but for a share of codes, which are neighbours, and the rounding of steps."""
+    """Two wires are the same but for some codes, which are neighbours, and the rounding of steps.
+
+    Args:
+        a: uint8[rows, bytes].
+        b: uint8[rows, bytes].
+        format: of both.
+        numel: values of a row.
+        codes: share of codes that may differ.
+        scales: relative difference that steps may have.
+    """
     difference = apart(a, b, format, numel)
     assert difference.codes <= codes and difference.grid_steps <= 1, difference
     assert difference.scales <= scales and difference.padding, difference
+
+
+class Operations(NamedTuple):
+    """What the checks of one set of values share."""
+
+    kernels: object
+    """Module whose functions are checked."""
+    format: GroupFormat
+    numel: int
+    """Values of a row."""
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def ties(self) -> float:
+        """Share of codes that may differ though all arithmetic is the same.
+
+        The interpreter's fused multiply-add rounds twice, so a value between two codes may move.
+        """
+        return 0.002 if self.device == "cpu" else 0.0
+
+    def values(self, damaged: bool) -> torch.Tensor:
+        """[3, 2, numel], strided in both upper dimensions; zeros, and a row over 20 decades among them."""
+        generator = torch.Generator().manual_seed(self.numel + damaged)
+        wide = torch.randn(2, 3, self.numel + 32, generator=generator)
+        wide[1, 1] *= torch.logspace(-20, 0, self.numel + 32)
+        wide[0, 2] = 0.0
+        if damaged:
+            wide[1, 0, 16] = float("nan")
+            wide[0, 1, 16] = float("inf")
+        wide = wide.to(self.device, self.dtype)
+        return wide[:, :, 16 : 16 + self.numel].transpose(0, 1)
+
+    def check_quantize(self, x: torch.Tensor) -> None:
+        """Codes without a rotation are bit-equal but for ties; a rotation sums in another order."""
+        codes = self.ties
+        scales = 0.0
+        if self.format.hadamard:
+            codes += 2e-4 + 2 / 6 / self.numel
+            scales = 2**-14
+        expected = reference.quantize(x, self.format)
+        result = self.kernels.quantize(x, self.format)
+        assert_alike(expected, result, self.format, self.numel, codes, scales)
+
+    def check_sum_dequantize(self, senders: torch.Tensor, damaged: bool) -> None:
+        """Scaled by a third, which is rounded once; damaged values show."""
+        shape = (2, 2 * self.numel)
+        out = torch.full(shape, 7.0, dtype=self.dtype, device=self.device)[:, : self.numel]
+        self.kernels.sum_dequantize(senders, self.format, out, 1 / 3)
+        expected = torch.empty_like(out)
+        reference.sum_dequantize(senders, self.format, expected, 1 / 3)
+        torch.testing.assert_close(out, expected, rtol=ULP[self.dtype], atol=1e-6, equal_nan=True)
+        assert bool(out.isnan().any()) == damaged
+        # The interpreter rounds fp32 to fp16 as devices do, though not to bf16, which it cuts off to.
+        if self.device == "cpu" and self.dtype == torch.float16:
+            assert torch.equal(out.nan_to_num(), expected.nan_to_num()), "rounded after the scale"
+
+    def check_sum_requantize(self, senders: torch.Tensor, target: GroupFormat) -> None:
+        """Bit-equal but for ties: sums stay in the integers' domain."""
+        expected = reference.sum_requantize(senders, self.format, self.numel, target)
+        result = self.kernels.sum_requantize(senders, self.format, self.numel, target)
+        assert_alike(expected, result, target, self.numel, self.ties)
+
+    def check_differences(self, change: torch.Tensor) -> None:
+        """Differences of weights that ``change`` [numel], made small, turns into others; and adding them."""
+        format = GroupFormat(self.format.bits, self.format.group_size)
+        generator = torch.Generator().manual_seed(self.numel)
+        old = torch.randn(self.numel, generator=generator).to(self.device, self.dtype)
+        new = (old.float() + change.float() * 1e-3).to(self.dtype)
+        forward = reference.quantize_difference(new, old, format)
+        result = self.kernels.quantize_difference(new, old, format)
+        assert_alike(forward, result, format, self.numel, self.ties)
+
+        weights = torch.stack([old, new])
+        wires = torch.cat([forward, reference.quantize_difference(old, new, format)])
+        updated = self.kernels.add_dequantized(wires, format, weights.clone())
+        expected = reference.add_dequantized(wires, format, weights.clone())
+        torch.testing.assert_close(updated, expected, rtol=ULP[self.dtype], atol=0, equal_nan=True)
 
 
 def check_operations(
@@ -47,47 +153,21 @@ def check_operations(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> None:
-    """Every operation of ``kernels``, with and without damaged values, against the reference."""
+    """Compare every operation, with and without damaged values, with the reference.
+
+    Args:
+        kernels: module with the operations.
+        format: of gradients; weights' differences are in the same one without a rotation.
+        target: of sums that are quantised again.
+        numel: values of a row.
+        dtype: of the values.
+        device: that the kernels run on.
+    """
+    operations = Operations(kernels, format, numel, dtype, device)
     for damaged in (False, True):
-        g = torch.Generator().manual_seed(numel + damaged)
-        wide = torch.randn(2, 3, numel + 32, generator=g)
-        wide[1, 1] *= torch.logspace(-20, 0, numel + 32)
-        wide[0, 2] = 0.0
-        if damaged:
-            wide[1, 0, 16] = float("nan")
-            wide[0, 1, 16] = float("inf")
-        wide = wide.to(device, dtype)
-        x = wide[:, :, 16 : 16 + numel].transpose(0, 1)  # strided in both upper dimensions
-        # sums and codes without a rotation are bit-equal, but under the interpreter, whose fused multiply-add
-        # rounds twice; a rotation sums in another order: a value near the middle of two codes may move
-        ties = 0.002 if device == "cpu" else 0.0
-        moved, rounding = (2e-4 + 2 / 6 / numel, 2**-14) if format.hadamard else (0.0, 0.0)
-        exact = reference.quantize(x, format)
-        assert_alike(exact, kernels.quantize(x, format), format, numel, ties + moved, rounding)
-
-        ulp = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 2e-6)
-        senders = exact.view(3, 2, -1)
-        out = torch.full((2, 2 * numel), 7.0, dtype=dtype, device=device)[:, :numel]
-        kernels.sum_dequantize(senders, format, out, 1 / 3)
-        expected = reference.sum_dequantize(senders, format, torch.empty_like(out), 1 / 3)
-        torch.testing.assert_close(out, expected, rtol=ulp, atol=1e-6, equal_nan=True)
-        assert bool(out.isnan().any()) == damaged
-        if device == "cpu" and dtype == torch.float16:  # the interpreter cuts fp32 off to bf16
-            assert torch.equal(out.nan_to_num(), expected.nan_to_num()), (
-                "rounded once, after the scale"
-            )
-
-        expected = reference.sum_requantize(senders, format, numel, target)
-        again = kernels.sum_requantize(senders, format, numel, target)
-        assert_alike(expected, again, target, numel, ties)
-
-        plain = GroupFormat(format.bits, format.group_size)
-        old = torch.randn(numel, generator=g).to(device, dtype)
-        new = (old.float() + x[0, 1].float() * 1e-3).to(dtype)
-        expected = reference.quantize_difference(new, old, plain)
-        assert_alike(expected, kernels.quantize_difference(new, old, plain), plain, numel, ties)
-        weights = torch.stack([old, new])
-        both = torch.cat([expected, reference.quantize_difference(old, new, plain)])
-        updated = kernels.add_dequantized(both, plain, weights.clone())
-        expected = reference.add_dequantized(both, plain, weights.clone())
-        torch.testing.assert_close(updated, expected, rtol=ulp, atol=0, equal_nan=True)
+        x = operations.values(damaged)
+        senders = reference.quantize(x, format).view(3, 2, -1)
+        operations.check_quantize(x)
+        operations.check_sum_dequantize(senders, damaged)
+        operations.check_sum_requantize(senders, target)
+        operations.check_differences(x[0, 1])

@@ -6,71 +6,76 @@ import torch
 
 from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.reference import TahConfig, layout_of
+from tests.kernels.wires.taco import largest
 
 
 class Difference(NamedTuple):
     """How far two wires differ."""
 
     widths: int
-    """Tiles that are high in one alone."""
+    """Tiles that are high in only one of the two."""
     pivots: int
-    """Tiles that are transformed in one alone, or by another pivot."""
+    """Tiles that are transformed in only one of the two, or by another pivot."""
     scales: float
-    """Largest difference of steps or zeros, in steps of the tile; infinite where one alone is finite."""
+    """Largest difference of steps or zeros, in steps of the tile; infinite where only one is finite."""
     codes: float
-    """Share of codes that differ, in tiles of like widths and pivots."""
+    """Share of codes that differ, in tiles of equal widths and pivots."""
     cells: float
     """Largest difference of such codes, in cells of their tile."""
     padding: bool
-    """Whether all else, the zeros between sections, is alike."""
+    """Whether the zeros between sections are equal."""
+
+
+def high_tiles(wire: torch.Tensor, layout) -> torch.Tensor:
+    """bool: tiles whose codes are of the larger width."""
+    if not layout.config.extra_bits:
+        return torch.zeros(1, 1, dtype=torch.bool)
+    return reference.slots_on(wire, layout) < layout.high_tiles
 
 
 def difference(
     a: torch.Tensor, b: torch.Tensor, config: TahConfig, shape: tuple[int, ...]
 ) -> Difference:
-    """Compare two wires of a tensor of ``shape``; values are compared without the inverse transform."""
+    """Compare two wires; values are compared without the inverse transform.
+
+    Args:
+        a: wire.
+        b: wire.
+        config: of both.
+        shape: of the tensor.
+    """
     layout = layout_of(config, shape)
-
-    def high(wire: torch.Tensor) -> torch.Tensor:
-        if not config.extra_bits:
-            return torch.zeros(1, 1, dtype=torch.bool)
-        return reference.slots_on(wire, layout) < layout.high_tiles
-
-    (steps_a, zeros_a), (steps_b, zeros_b) = (
-        reference.scales_of(a, layout),
-        reference.scales_of(b, layout),
-    )
-    finite_a, finite_b = (steps_a + zeros_a).isfinite(), (steps_b + zeros_b).isfinite()
-    both = finite_a & finite_b
+    steps_a, zeros_a = reference.scales_of(a, layout)
+    steps_b, zeros_b = reference.scales_of(b, layout)
+    finite_a = (steps_a + zeros_a).isfinite()
+    finite_b = (steps_b + zeros_b).isfinite()
     unit = steps_a.clamp(min=2.0**-24)
     scales = torch.maximum((steps_a - steps_b).abs(), (zeros_a - zeros_b).abs()) / unit
-    scales = torch.where(both, scales, torch.where(finite_a == finite_b, 0.0, torch.inf))
-    same = reference.section(a, "pivots", layout) == reference.section(b, "pivots", layout)
-    widths = high(a) != high(b)
-    (codes_a, low_a), (codes_b, low_b) = (
-        reference.code_values(a, layout),
-        reference.code_values(b, layout),
-    )
-    apart = (codes_a - codes_b).abs()[both & same & (low_a == low_b)]
-    apart = (
-        apart
-        / torch.where(low_a, 2.0**config.extra_bits, 1.0)[both & same & (low_a == low_b), None]
-    )
+    only_one_finite = torch.where(finite_a == finite_b, 0.0, torch.inf)
+    scales = torch.where(finite_a & finite_b, scales, only_one_finite)
+
+    same_pivots = reference.section(a, "pivots", layout) == reference.section(b, "pivots", layout)
+    codes_a, low_a = reference.code_values(a, layout)
+    codes_b, low_b = reference.code_values(b, layout)
+    comparable = finite_a & finite_b & same_pivots & (low_a == low_b)
+    # A code of a low tile is a cell as wide as 2^extra_bits of a high one.
+    cell = torch.where(low_a, 2.0**config.extra_bits, 1.0)
+    cells = (codes_a - codes_b).abs()[comparable] / cell[comparable, None]
     return Difference(
-        widths=int(widths.sum()),
-        pivots=int((~same).sum()),
+        widths=int((high_tiles(a, layout) != high_tiles(b, layout)).sum()),
+        pivots=int((~same_pivots).sum()),
         scales=float(scales.max()),
-        codes=float((apart > 0).float().mean()) if apart.numel() else 0.0,
-        cells=float(apart.max()) if apart.numel() else 0.0,
+        codes=int((cells > 0).sum()) / max(cells.numel(), 1),
+        cells=largest(cells),
         padding=all(torch.equal(a[start:end], b[start:end]) for start, end in _gaps(layout)),
     )
 
 
 def _gaps(layout) -> list[tuple[int, int]]:
     """First and last byte of the zeros behind each section."""
-    starts = [*(begin for begin, _ in layout.sections.values()), layout.wire_bytes]
+    starts = [begin for begin, _ in layout.sections.values()]
     ends = [begin + size for begin, size in layout.sections.values()]
-    return list(zip(ends, starts[1:], strict=True))
+    return list(zip(ends, [*starts[1:], layout.wire_bytes], strict=True))
 
 
 def tokens(
@@ -87,19 +92,28 @@ def tokens(
 
 
 def check_kernels(kernels, x: torch.Tensor, config: TahConfig, device: str = "cpu") -> None:
-    """Equal choices; codes that differ only where sums in another order meet the middle of two."""
-    exact, wire = reference.encode(x, config), kernels.encode(x.to(device), config).cpu()
-    found, layout = difference(exact, wire, config, x.shape), layout_of(config, tuple(x.shape))
-    choices = (
-        0 if device == "cpu" else 2 + layout.units // 2000
-    )  # entropies closer than fp32 tells apart
-    assert found.widths <= choices * layout.tiles_per_unit, (config, x.shape, found)
-    assert found.pivots == 0 and found.padding, (config, x.shape, found)
-    assert found.scales <= 0.05 and found.codes <= 0.002 and found.cells <= 1, (
-        config,
-        x.shape,
-        found,
-    )
+    """Compare encode and decode with the reference.
+
+    Choices of widths and pivots are equal; codes differ only where sums in another order meet the middle of
+    two.
+
+    Args:
+        kernels: module with both functions.
+        x: the tensor, on the host.
+        config: of the codec.
+        device: that the kernels run on.
+    """
+    layout = layout_of(config, tuple(x.shape))
+    exact = reference.encode(x, config)
+    wire = kernels.encode(x.to(device), config).cpu()
+    apart = difference(exact, wire, config, x.shape)
+    case = (config, x.shape, apart)
+    swaps = 0
+    if device != "cpu":  # entropies closer than fp32 tells apart
+        swaps = 2 + layout.units // 2000
+    assert apart.widths <= swaps * layout.tiles_per_unit, case
+    assert apart.pivots == 0 and apart.padding, case
+    assert apart.scales <= 0.05 and apart.codes <= 0.002 and apart.cells <= 1, case
     for dtype in {torch.float32, x.dtype}:
         result = kernels.decode(exact.to(device), config, x.shape, dtype).cpu()
         # the interpreter cuts fp32 off to bf16 and fp16, where devices round
