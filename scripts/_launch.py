@@ -224,8 +224,8 @@ def train(change: Callable) -> None:
     """Run one rank of pretrain_gpt.py, after a change.
 
     Args:
-        change: called before ``pretrain`` with Megatron's arguments, what ``compression.enable`` returned,
-            and the model's config.
+        change: called before ``pretrain`` with Megatron's arguments, the session that
+            ``compression.enable`` returned, and the model's config.
     """
     from megatron.compression.errors import one_line_errors
     from megatron.compression.frontends import megatron_lm
@@ -245,8 +245,8 @@ def train(change: Callable) -> None:
     with one_line_errors():
         args = entrypoint.parse_arguments()
         model_config = gpt_config_from_args(args)
-        compression = enable(args, model_config)
-        change(args, compression, model_config)
+        session = enable(args, model_config)
+        change(args, session, model_config)
         container = pretrain_cfg_container_from_args(args, model_config)
 
         def pretrain() -> None:

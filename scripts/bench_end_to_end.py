@@ -753,18 +753,18 @@ def worker() -> None:
     """Run one rank."""
     order = Order.from_environment()
 
-    def change(args: Namespace, compression: Any, model_config: Any) -> None:
-        policy = compression.run.policy
+    def change(args: Namespace, session: Any, model_config: Any) -> None:
+        policy = session.run.policy
         policy.meter.interval = 0  # the error meter encodes messages too, which would be timed
-        after_iteration = compression.on_training_log
+        iteration_ends = session.iteration_ends
 
-        def on_training_log(iteration: int, log_interval: int) -> None:
-            after_iteration(iteration, log_interval)
+        def iteration_and_block_end(iteration: int, losses: dict) -> None:
+            iteration_ends(iteration, losses)
             measured = iteration - order.before
             if measured > 0 and measured % order.iterations == 0:
                 end_block()
 
-        compression.on_training_log = on_training_log
+        session.iteration_ends = iteration_and_block_end
         if len(order.settings) > 1:
             blocks = [_launch.rules_of(args, words) for words in order.settings]
             policy.rules = BlockRules(policy.rules, blocks, order.iterations, policy.iteration)

@@ -1,9 +1,12 @@
-"""How many of Megatron-Bridge's recipes start with compression, and what stops the others: a table.
+"""Count how many of Megatron-Bridge's recipes start with compression, and what stops the others.
 
-Needs megatron-bridge where Python finds it (extra `bridge`); no GPU, no Transformer Engine, no network. Each
-recipe of the package is called, completed as its `pretrain` does, and given to the checks of
-`megatron.compression.bridge`. Models that a recipe reads from Hugging Face are replaced by one of neutral
-sizes; their names say whether attention is latent. What layers refuse when they are built is not seen.
+    python scripts/count_recipes.py
+
+It prints a markdown table. It needs megatron-bridge where Python finds it (the extra `bridge`), and neither a
+GPU nor Transformer Engine nor a network. Each recipe of the package is called, completed as its `pretrain`
+does, and given to the checks of `megatron.compression.bridge`. A model that a recipe reads from Hugging Face
+is replaced by one of neutral sizes; its name says whether attention is latent. What layers refuse when they
+are built is not seen.
 """
 
 import contextlib
@@ -17,40 +20,56 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import _bridge
 
 from megatron.host import cuda
-from scripts import _bridge
 
-CODEC = {"TP": "int6", "EP": "int8"}
-_LATENT = re.compile(r"deepseek-(v2|v3|r1)|kimi-k|moonlight|glm-5|glm_5", re.IGNORECASE)
+CODECS = {"TP": "int6", "EP": "int8"}
+"""What each dimension is asked to compress with."""
+SIZES = {"TP": "tensor_model_parallel_size", "EP": "expert_model_parallel_size"}
+"""The field of a recipe's model that says how many ranks there are."""
+PACKAGES = {"performance": "perf_recipes", "library": "recipes"}
+"""Megatron-Bridge's packages of recipes, by the name that the table gives them."""
+RECIPE_NAME = re.compile(r"^[a-z].*\d+gpu.*_config$")
+WITH_LATENT_ATTENTION = re.compile(
+    r"deepseek-(v2|v3|r1)|kimi-k|moonlight|glm-5|glm_5", re.IGNORECASE
+)
 """Names of models with multi-latent attention."""
 
 
 def neutral_model(name: Any, *_: object, **__: object) -> mock.Mock:
-    """In place of ``AutoBridge.from_hf_pretrained``: a model of experts whose sizes fit every codec."""
+    """Stand in for ``AutoBridge.from_hf_pretrained``: a model with experts whose sizes fit every codec."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.models.mla_provider import MLAModelProvider
 
-    kind = MLAModelProvider if _LATENT.search(str(name)) else GPTModelProvider
-    sizes = dict(num_layers=128, hidden_size=8192, num_attention_heads=64, vocab_size=128256)
-    experts = dict(num_moe_experts=128, moe_token_dispatcher_type="alltoall")
-    model = kind(**sizes, **experts, add_bias_linear=False)
+    provider = GPTModelProvider
+    if WITH_LATENT_ATTENTION.search(str(name)):
+        provider = MLAModelProvider
+    model = provider(
+        num_layers=128,
+        hidden_size=8192,
+        num_attention_heads=64,
+        vocab_size=128256,
+        num_moe_experts=128,
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+    )
     model.to_text_provider = lambda *_, **__: model
     return mock.MagicMock(to_megatron_provider=lambda *_, **__: model)
 
 
 def recipes(package: str) -> Iterator[tuple[str, Any]]:
-    """(name, container) of the package's recipes that can be made here; an error in place of others."""
+    """Yield the name and container of each recipe of a package; the error of one that cannot be made here."""
     base = importlib.import_module(f"megatron.bridge.{package}")
     for module in pkgutil.walk_packages(base.__path__, f"{base.__name__}."):
-        for name, function in list(vars(importlib.import_module(module.name)).items()):
-            mine = inspect.isfunction(function) and function.__module__ == module.name
-            if mine and re.search(r"^[a-z].*\d+gpu.*_config$", name):
+        members = vars(importlib.import_module(module.name))
+        for name, function in list(members.items()):
+            # Modules import each other's recipes; each counts where it is defined.
+            is_defined_here = inspect.isfunction(function) and function.__module__ == module.name
+            if is_defined_here and RECIPE_NAME.search(name):
                 try:
                     yield name, function()
                 except Exception as error:
@@ -58,7 +77,7 @@ def recipes(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def completed(cfg: Any) -> Any:
-    """What ``pretrain`` makes of the container before it builds the model, as far as our checks read it."""
+    """Complete a container as ``pretrain`` does before it builds the model, as far as our checks read it."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     if isinstance(cfg.mixed_precision, str):
@@ -75,24 +94,47 @@ def completed(cfg: Any) -> Any:
 
 
 def refusal(cfg: Any, dimension: str) -> str | None:
-    """The container's field for which a codec of this dimension is refused; None: the run starts."""
-    from megatron.compression import bridge
+    """Return the container's field for which a codec of this dimension is refused; None: the run starts."""
     from megatron.compression.errors import CompressionConfigError
+    from megatron.compression.frontends import bridge
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            attached = bridge.attach(cfg, **{dimension.lower(): CODEC[dimension]})
+            attached = bridge.attach(cfg, **{dimension.lower(): CODECS[dimension]})
             bridge.check(completed(cfg), attached.config)
     except AssertionError as error:  # of Megatron-Bridge's
         return f"not for the model of neutral sizes ({error!s:.40})"
     except CompressionConfigError as error:
         field = re.search(r"cfg\.\w+\.(\w+)", str(error))
-        return f"`{field[1]}`" if field else str(error)
+        if field:
+            return f"`{field[1]}`"
+        return str(error)
     return None
 
 
+def ranks_of(cfg: Any, dimension: str) -> int:
+    """Return how many ranks a recipe has in a dimension."""
+    model = getattr(cfg, "model", None)
+    return getattr(model, SIZES[dimension], None) or 1
+
+
+def row(label: str, containers: list[Any], dimension: str) -> str:
+    """Return a row of the table.
+
+    Args:
+        label: of the package.
+        containers: its recipes.
+        dimension: TP or EP; recipes with one rank in it do not count.
+    """
+    parallel = [cfg for cfg in containers if ranks_of(cfg, dimension) > 1]
+    refusals = Counter(refusal(cfg, dimension) for cfg in parallel)
+    starts = refusals.pop(None, 0)
+    reasons = ", ".join(f"{reason} {count}" for reason, count in refusals.most_common())
+    return f"| {label} | {dimension} > 1 | {starts} of {len(parallel)} | {reasons} |"
+
+
 def main() -> None:
-    """Print a row for each set of recipes and dimension: how many there are, how many start, what stops."""
+    """Print the table, a row for each package and dimension."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     _bridge.name_version()
@@ -104,24 +146,15 @@ def main() -> None:
     for name in ("from_hf_pretrained", "from_hf_config"):
         setattr(AutoBridge, name, staticmethod(neutral_model))
     print("| recipes | with | start | what stops the others |\n|---|---|---|---|")
-    for label, package in (("performance", "perf_recipes"), ("library", "recipes")):
-        made = list(recipes(package))
-        for dimension, field in (
-            ("TP", "tensor_model_parallel_size"),
-            ("EP", "expert_model_parallel_size"),
-        ):
-            several = [
-                cfg for _, cfg in made if (getattr(getattr(cfg, "model", None), field, 1) or 1) > 1
-            ]
-            stops = Counter(refusal(cfg, dimension) for cfg in several)
-            starts = stops.pop(None, 0)
-            reasons = ", ".join(f"{reason} {count}" for reason, count in stops.most_common())
-            print(
-                f"| {label} | {dimension} > 1 | {starts} of {len(several)} | {reasons} |",
-                flush=True,
-            )
-        for name, error in (row for row in made if isinstance(row[1], Exception)):
-            print(f"not made: {name} ({error!r:.90})", file=sys.stderr)
+    for label, package in PACKAGES.items():
+        containers = []
+        for name, container in recipes(package):
+            if isinstance(container, Exception):
+                print(f"not made: {name} ({container!r:.90})", file=sys.stderr)
+            else:
+                containers.append(container)
+        for dimension in SIZES:
+            print(row(label, containers, dimension), flush=True)
 
 
 if __name__ == "__main__":

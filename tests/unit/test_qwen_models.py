@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from megatron.compression.huggingface.models import (
     model_from_config,
 )
 
+REPO = Path(__file__).parents[2]
 DENSE = {name: model for name, model in MODELS.items() if not model.experts}
 
 # Parameters of the published weights, tied embeddings counted once.
@@ -213,3 +217,44 @@ def test_missing_files_and_other_tensors_are_named(tmp_path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE_FILE)
     with pytest.raises(InputError, match="a llama model differ in tensors: a, lm_head"):
         weights.read(chunk, model, tmp_path)
+
+
+CONVERSIONS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "scripts")
+import convert_hf
+for name in ("unknown iteration", "empty", "cut", "weights of a list"):
+    folder = Path(sys.argv[1], name)
+    try:
+        if name == "weights of a list":
+            convert_hf.import_model(folder, "unused", None)
+        else:
+            convert_hf.dtype_of(convert_hf.newest_iteration(str(folder)))
+    except convert_hf.InputError as error:
+        print("REFUSED", str(error).replace("\\n", "NEWLINE"))
+"""
+
+
+def test_a_checkpoint_that_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
+    """Of scripts/convert_hf.py, in a process of its own, since it hides the GPUs."""
+    unknown = tmp_path / "unknown iteration"
+    unknown.mkdir()
+    (unknown / "latest_checkpointed_iteration.txt").write_text("latest\n")
+    (tmp_path / "empty").mkdir()
+    cut = tmp_path / "cut" / "iter_0000003"
+    cut.mkdir(parents=True)
+    (cut.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    (cut / "metadata.json").write_text('{"sharded_backend": "torch_dist"')
+    model = tmp_path / "weights of a list"
+    model.mkdir()
+    (model / "config.json").write_text('{"dtype": [1]}')
+    words = [sys.executable, "-W", "ignore", "-c", CONVERSIONS, str(tmp_path)]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    refused = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert len(refused) == 4 and "NEWLINE" not in done.stdout
+    assert "holds 'latest', which is no iteration" in refused[0]
+    assert "no torch_dist checkpoint in iter_0000000; save with" in refused[1]
+    assert "its arguments cannot be read" in refused[2]
+    assert "weights of [1] are not covered; give --dtype bfloat16, float16, float32" in refused[3]
