@@ -1,4 +1,4 @@
-"""What a tensor-parallel codec costs in loss: training with simulated tensor parallelism on one device.
+"""Measures what a tensor-parallel codec costs in loss: tensor parallelism is simulated on one device.
 
-Run from the repository's root as ``python -m scripts.accuracy.run``; see docs/results/accuracy.md.
+Run it from the repository's root as ``python -m scripts.accuracy.run``; see docs/results/accuracy.md.
 """

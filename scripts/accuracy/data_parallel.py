@@ -1,8 +1,10 @@
 """Data parallelism of a few ranks on one device, with the arithmetic of the real one.
 
-Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them: quantised
-inside each node, again between nodes, and without the distributed optimizer once more. Weights stay fp32
-where they are trained; what all ranks compute with is bf16 and changes by the codec's difference.
+Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them
+(megatron.compression.data_parallel.codec_gradients): quantised inside each node, again between nodes, and
+without the distributed optimizer once more. Weights stay fp32 where they are trained. What all ranks compute
+with is bf16, and changes by what the codec of the weights makes of the difference
+(megatron.compression.data_parallel.weights).
 """
 
 from collections.abc import Sequence
@@ -17,49 +19,75 @@ from scripts.accuracy.model import GPT
 from scripts.accuracy.settings import RANKS, Setting
 
 NODES = 2
-"""That the ranks are on: SDP4Bit sends 8 bits inside of them and 4 between them."""
+"""Nodes that the ranks are on: SDP4Bit sends 8 bits inside of a node and 4 bits between them."""
 
 
 def sum_gradients(
     rows: Tensor, hops: tuple[Codec, Codec], scale: float, unsharded: bool = False
 ) -> Tensor:
-    """fp32 [n], ``scale`` times the sum of the ranks' gradients [RANKS, n], n a multiple of 4096, by the
-    codecs inside a node and between nodes; ``unsharded``: the sum is encoded once more, to be gathered."""
-    first, last = hops
-    payloads, shape = first.encode(rows).view(NODES, RANKS // NODES, 1, -1), rows.shape[1:]
-    nodes = torch.cat([first.decode_sum_encode(node, shape, last) for node in payloads])
+    """Sum the ranks' gradients as compressed collectives do.
+
+    Args:
+        rows: the gradients, [RANKS, n], n a multiple of 4096.
+        hops: the codecs inside a node and between nodes.
+        scale: what the sum is multiplied by.
+        unsharded: whether the sum is encoded once more, to be gathered.
+
+    Returns:
+        The scaled sum, fp32 [n].
+    """
+    inside, between = hops
+    shape = rows.shape[1:]
+    payloads = inside.encode(rows).view(NODES, RANKS // NODES, 1, -1)
+    # Each node decodes and sums what its ranks have sent, and encodes that for the other nodes.
+    sums = [inside.decode_sum_encode(of_node, shape, between) for of_node in payloads]
+    sums = torch.cat(sums)
     if unsharded:
-        nodes = last.decode_sum_encode(nodes[:, None], shape, last)
-    return last.decode_sum(nodes[:, None], shape, torch.float32, scale)[0]
+        sums = between.decode_sum_encode(sums[:, None], shape, between)
+    return between.decode_sum(sums[:, None], shape, torch.float32, scale)[0]
 
 
 class DataParallel:
-    """What trains a model's parameters from now on: gradients over the ranks, and the weights they hold.
+    """Trains a model's parameters as data-parallel ranks do: sums gradients, and updates what ranks hold.
 
-    Parameters are fp32 and hold what the ranks compute with, but while the optimizer steps.
+    Parameters are fp32 tensors. They hold the values that the ranks compute with, except while the optimizer
+    steps: then they hold the fp32 masters.
+
+    Args:
+        setting: says how gradients and weights are sent.
+        parameters: of the model.
     """
 
     def __init__(self, setting: Setting, parameters: Sequence[torch.nn.Parameter]) -> None:
-        gradients, self.codec = setting.codecs["gradients"], setting.codecs["weights"]
+        gradients = setting.codecs["gradients"]
         self.hops = None if gradients is None else gradients.hops
+        self.weight_codec = setting.codecs["weights"]
         self.unsharded = setting.unsharded
         self.parameters = list(parameters)
         self.sizes = [parameter.numel() for parameter in self.parameters]
-        if self.codec is not None:
+        if self.weight_codec is not None:
             self.masters = [parameter.detach().clone() for parameter in self.parameters]
-            self.held = self._flat(self.masters).bfloat16()
-            self._hold()
+            self.rank_weights = self._flatten(self.masters).bfloat16()
+            """What every rank holds, in bf16."""
+            self._show_rank_weights()
 
     def backward(self, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-        """Leave a batch's gradients in ``grad``; the mean loss."""
+        """Leave a batch's gradients in ``grad``, and return its mean loss.
+
+        Args:
+            model: the model.
+            ids: tokens, [B, S].
+            targets: the tokens that follow them, [B, S].
+        """
         if self.hops is None:
             loss = model(ids, targets).mean()
             loss.backward()
             return loss.detach()
-        losses, rows = [], []
-        for own in zip(ids.chunk(RANKS), targets.chunk(RANKS), strict=True):
-            loss = model(*own).mean()
-            rows.append(self._flat(torch.autograd.grad(loss, self.parameters)))
+        losses = []
+        rows = []
+        for rank_ids, rank_targets in zip(ids.chunk(RANKS), targets.chunk(RANKS), strict=True):
+            loss = model(rank_ids, rank_targets).mean()
+            rows.append(self._flatten(torch.autograd.grad(loss, self.parameters)))
             losses.append(loss.detach())
         total = sum_gradients(torch.stack(rows), self.hops, 1 / RANKS, self.unsharded)
         for parameter, gradient in zip(self.parameters, self._split(total), strict=True):
@@ -68,26 +96,30 @@ class DataParallel:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer change the fp32 weights, and tell the ranks."""
-        if self.codec is None:
+        """Let the optimizer change the fp32 weights, and send the ranks the change."""
+        if self.weight_codec is None:
             optimizer.step()
             return
         torch._foreach_copy_(self.parameters, self.masters)
         optimizer.step()
         torch._foreach_copy_(self.masters, self.parameters)
-        payload = self.codec.encode_difference(self._flat(self.masters).bfloat16(), self.held)
-        self.codec.add_decoded(payload[None], self.held[None])
-        self._hold()
+        new_weights = self._flatten(self.masters).bfloat16()
+        payload = self.weight_codec.encode_difference(new_weights, self.rank_weights)
+        self.weight_codec.add_decoded(payload[None], self.rank_weights[None])
+        self._show_rank_weights()
 
-    def _hold(self) -> None:
+    def _show_rank_weights(self) -> None:
+        """Copy what the ranks hold into the parameters."""
         with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self._split(self.held))
+            torch._foreach_copy_(self.parameters, self._split(self.rank_weights))
 
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """All values one after the other, zero padded."""
-        flat = torch.cat([one.flatten() for one in tensors])
+    def _flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return all values one after the other, with zeros up to the codecs' alignment."""
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         return F.pad(flat, (0, -len(flat) % (RANKS * ALIGNMENT)))
 
     def _split(self, flat: Tensor) -> list[Tensor]:
+        """Return what ``_flatten`` has joined, in the parameters' shapes."""
         pieces = flat[: sum(self.sizes)].split(self.sizes)
-        return [piece.view_as(one) for piece, one in zip(pieces, self.parameters, strict=True)]
+        pairs = zip(pieces, self.parameters, strict=True)
+        return [piece.view_as(parameter) for piece, parameter in pairs]

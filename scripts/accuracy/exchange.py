@@ -15,8 +15,10 @@ MICRO_BATCH = 4
 
 
 class Exchange:
-    """Sums the ranks' partial sums, gathers their slices, sends between stages, as a setting says. The first
-    hop encodes each rank's partial sum, the second their sum or, with sequence parallelism, what is gathered.
+    """Sums the ranks' partial sums, gathers their slices and sends between stages, as a setting says.
+
+    The first hop of an all-reduce encodes each rank's partial sum. The second hop encodes their sum or, with
+    sequence parallelism, what is gathered.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -25,55 +27,83 @@ class Exchange:
         self.codecs = setting.codecs
 
     def reduce(self, partials: torch.Tensor, direction: str, whole: bool = False) -> torch.Tensor:
-        """[W, T, h] of the ranks -> their sum [T, h]: an all-reduce, or a reduce-scatter's shards together.
+        """Sum the ranks' tensors: an all-reduce, or a reduce-scatter whose shards are put together.
 
-        ``whole``: an all-reduce also with sequence parallelism.
+        Args:
+            partials: [W, T, h] of the ranks.
+            direction: the message, a field of ``Setting``.
+            whole: whether it is an all-reduce also with sequence parallelism.
+
+        Returns:
+            Their sum, [T, h].
         """
-        codec, shape, dtype = self.codecs[direction], partials.shape[1:], partials.dtype
-        if codec is None or (self.setting.sequence_parallel and not whole):
+        codec = self.codecs[direction]
+        is_scattered = self.setting.sequence_parallel and not whole
+        if codec is None or is_scattered:
             return self.reduce_scatter(partials, direction)
+        # Two ranks send each other all they have: one exchange, and so one encoding.
         if len(partials) == 2 and codec.one_exchange:
             return self.reduce_scatter(partials, direction)
         first, second = codec.hops
         payloads, piece = self._encode(partials, codec, first)
         total = first.decode_sum_encode(payloads, piece, second)
-        return joined(second.decode(total, piece, dtype), shape)
+        return joined(second.decode(total, piece, partials.dtype), partials.shape[1:])
 
     def reduce_scatter(self, partials: torch.Tensor, direction: str) -> torch.Tensor:
-        """[W, T, h] of the ranks -> the shards of their sum together, [T, h]."""
-        codec, dtype = self.codecs[direction], partials.dtype
+        """Return the shards of the sum of [W, T, h] together, [T, h]."""
+        codec = self.codecs[direction]
         if codec is None:
-            return partials.sum(dim=0, dtype=dtype)  # bf16 sums run in fp32 and are rounded once
-        payloads, piece = self._encode(partials, codec, codec.hops[0])
-        return joined(codec.hops[0].decode_sum(payloads, piece, dtype), partials.shape[1:])
+            # Sums of bf16 run in fp32 and are rounded once.
+            return partials.sum(dim=0, dtype=partials.dtype)
+        first = codec.hops[0]
+        payloads, piece = self._encode(partials, codec, first)
+        return joined(first.decode_sum(payloads, piece, partials.dtype), partials.shape[1:])
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
-        """x [T, h] as every rank has it after the all-gather of slices, or of keys and values."""
+        """Return x [T, h] as every rank has it after the all-gather of slices, or of keys and values."""
         codec = self.codecs[direction]
         if codec is None:
             return x.clone()
-        payloads, piece = self._encode(x[None], codec, codec.hops[1])
-        return joined(codec.hops[1].decode(payloads[0], piece, x.dtype), x.shape)
+        second = codec.hops[1]
+        payloads, piece = self._encode(x[None], codec, second)
+        return joined(second.decode(payloads[0], piece, x.dtype), x.shape)
 
     def send(self, x: torch.Tensor, sequence: int, direction: str) -> torch.Tensor:
-        """x [T, h], one sequence after the other, as messages [sequence, samples, h], one a micro-batch."""
+        """Return what the next pipeline stage has of x, a message for each micro-batch.
+
+        Args:
+            x: [T, h], one sequence after the other.
+            sequence: tokens of a sequence.
+            direction: the message, a field of ``Setting``.
+        """
         codec = self.codecs[direction]
         if codec is None:
             return x.clone()
-        batch = x.view(-1, sequence, x.shape[1])
-        messages = batch.view(-1, min(MICRO_BATCH, len(batch)), *batch.shape[1:]).transpose(1, 2)
-        slices = (
-            self.world_size if self.setting.sequence_parallel else 1
-        )  # each rank sends its own tokens
-        parts = messages.unflatten(1, (slices, -1)).flatten(0, 1)
+        sequences = x.view(-1, sequence, x.shape[1])
+        samples = min(MICRO_BATCH, len(sequences))
+        # Megatron's messages are [tokens, samples, h].
+        messages = sequences.view(-1, samples, *sequences.shape[1:]).transpose(1, 2)
+        senders = 1
+        if self.setting.sequence_parallel:
+            senders = self.world_size  # each rank sends its own tokens
+        parts = messages.unflatten(1, (senders, -1)).flatten(0, 1)
         decoded = codec.decode(codec.encode(parts), parts.shape[1:], x.dtype)
         return decoded.reshape(messages.shape).transpose(1, 2).reshape(x.shape)
 
     def _encode(self, x: torch.Tensor, codec: Codec, hop: Codec) -> tuple[torch.Tensor, torch.Size]:
-        """uint8 [S, rows, bytes] of x [S, ...], and the shape of a row: a piece for each rank only where that
-        matters, since groups of values are the same in a whole tensor."""
-        rows = torch.stack(
-            [cut(one, self.world_size if codec.sees_shape else 1, codec) for one in x]
-        )
+        """Encode what each rank sends.
+
+        Args:
+            x: [S, ...], a tensor of each sender.
+            codec: the codec of the message.
+            hop: the codec of this hop of it.
+
+        Returns:
+            uint8 [S, rows, bytes], and the shape of a row.
+        """
+        # A piece for each receiving rank only where the codec sees shapes: groups of values are the same in
+        # a whole tensor.
+        pieces = self.world_size if codec.sees_shape else 1
+        rows = torch.stack([cut(tensor, pieces, codec) for tensor in x])
         payloads = hop.encode(rows.flatten(0, 1))
         return payloads.view(*rows.shape[:2], -1), rows.shape[2:]

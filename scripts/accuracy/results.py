@@ -15,58 +15,85 @@ from pathlib import Path
 from megatron.compression.report.render import table
 
 BASE = "none"
-_T975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""97.5 % quantiles of Student's t by degrees of freedom, from one on; for more the last one is safe."""
+"""The setting that others are compared with."""
+T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+"""97.5 % quantiles of Student's t, by degrees of freedom from 1 on. For more than 9 the last one is safe."""
 
 
 def estimate(values: Sequence[float]) -> tuple[str, str]:
-    """Their mean with its standard error s / sqrt(n), and where the true mean is with 95 % confidence by
-    Student's t; of a single value the mean alone."""
+    """Return the mean of values with its standard error, and the 95 % confidence interval of the true mean.
+
+    The standard error is s / sqrt(n), the interval Student's t. A single value has neither.
+    """
     mean = statistics.fmean(values)
     if len(values) < 2:
         return f"{mean:+.3f}", ""
     error = statistics.stdev(values) / math.sqrt(len(values))
-    half = _T975[min(len(values) - 1, len(_T975)) - 1] * error
+    degrees_of_freedom = min(len(values) - 1, len(T_QUANTILES))
+    half = T_QUANTILES[degrees_of_freedom - 1] * error
     digits = 3 if half < 0.1 else 2
-    return f"{mean:+.3f} ± {error:.3f}", f"{mean - half:+.{digits}f} … {mean + half:+.{digits}f}"
+    interval = f"{mean - half:+.{digits}f} … {mean + half:+.{digits}f}"
+    return f"{mean:+.3f} ± {error:.3f}", interval
 
 
 def load(paths: Sequence[Path]) -> list[dict]:
-    """The records of files, each job once, its last one. .jsonl has one a line, .json a list of them."""
+    """Return the records of files; of several with one id the last.
+
+    A .jsonl file has a record on each line, a .json file a list of them.
+    """
     records = {}
     for path in paths:
         text = path.read_text()
-        # the last line counts if it is whole: a worker may be writing it
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        found = json.loads(text)["records"] if path.suffix == ".json" else map(json.loads, lines)
-        records |= {record["id"]: record for record in found}
+        if path.suffix == ".json":
+            of_file = json.loads(text)["records"]
+        else:
+            # A worker may be writing the last line: it counts only if it is whole.
+            whole_lines = text[: text.rfind("\n") + 1].splitlines()
+            of_file = [json.loads(line) for line in whole_lines]
+        for record in of_file:
+            records[record["id"]] = record
     return list(records.values())
 
 
 def differences(records: Sequence[dict]) -> dict[str, dict[int, float]]:
-    """Per cent of validation loss above the uncompressed run, by setting and seed."""
-    whole = {(r["seed"], r["size"]): r["valid"] for r in records if r["kind"] == "scratch"}
-    found: dict[str, dict[int, float]] = {}
+    """Return per cent of validation loss above the uncompressed run, by setting and seed."""
+    uncompressed = {}
     for record in records:
-        base = whole.get((record["seed"], record["size"]))
+        if record["kind"] == "scratch":
+            uncompressed[record["seed"], record["size"]] = record["valid"]
+    by_setting: dict[str, dict[int, float]] = {}
+    for record in records:
+        base = uncompressed.get((record["seed"], record["size"]))
         if record["kind"] == "ending" and base:
-            own = found.setdefault(record["setting"]["name"], {})
-            own[record["seed"]] = 100 * (record["valid"] / base - 1)
-    return found
+            by_seed = by_setting.setdefault(record["setting"]["name"], {})
+            by_seed[record["seed"]] = 100 * (record["valid"] / base - 1)
+    return by_setting
 
 
 def tables(records: Sequence[dict]) -> str:
-    """Markdown: the uncompressed losses, and a row for each setting."""
-    base = sorted((r["seed"], f"{r['valid']:.4f}") for r in records if r["kind"] == "scratch")
-    bits = {r["setting"]["name"]: f"{r['bits']:.2f}" for r in records if "bits" in r}
-    rows = [
-        ["setting", "bits a value", "against uncompressed by seed, %", "mean, %", "95 % interval"]
+    """Return markdown: the uncompressed losses, and a row for each setting."""
+    losses = []
+    bits = {}
+    for record in records:
+        if record["kind"] == "scratch":
+            losses.append((record["seed"], f"{record['valid']:.4f}"))
+        if "bits" in record:
+            bits[record["setting"]["name"]] = f"{record['bits']:.2f}"
+    # Of several sizes the largest loss of a seed is shown.
+    by_seed = dict(sorted(losses))
+    header = [
+        "setting",
+        "bits a value",
+        "against uncompressed by seed, %",
+        "mean, %",
+        "95 % interval",
     ]
+    rows = [header]
     for name, values in differences(records).items():
-        by_seed = ", ".join(f"{value:+.3f}" for _, value in sorted(values.items()))
-        rows.append([name, bits.get(name, ""), by_seed, *estimate(list(values.values()))])
-    text = f"Validation losses of the uncompressed runs, by seed: {', '.join(dict(base).values())}"
-    return "\n".join([text, "", *table(*rows)])
+        of_seeds = ", ".join(f"{value:+.3f}" for _, value in sorted(values.items()))
+        rows.append([name, bits.get(name, ""), of_seeds, *estimate(list(values.values()))])
+    title = f"Validation losses of the uncompressed runs, by seed: {', '.join(by_seed.values())}"
+    return "\n".join([title, "", *table(*rows)])
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 
     python -m scripts.accuracy.run --work-dir W --settings taco int8 int6:group=64-sp tah-quant-pp sdp4bit-dp
 
-The uncompressed run of each seed leaves a checkpoint at three quarters of its steps, from which every setting
-(settings.py) continues on the same data. One worker a GPU does the runs of its seeds one after the other.
-Results are a JSON line a run in W/results-SEED.jsonl; a later call does what is missing.
+The uncompressed run of each seed leaves a checkpoint at three quarters of its steps. Every setting (named as
+in settings.py) continues from it on the same data. There is one worker for each GPU, but no more than seeds;
+it does the runs of its seeds one after the other. Results are a JSON line for each run in
+W/results-SEED.jsonl. A later call does what is missing, and each call prints the table.
 """
 
 import argparse
@@ -17,33 +18,42 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import _corpus
-from _launch import ROOT, gpu_count
-
+from scripts import _corpus
+from scripts._launch import ROOT, gpu_count
 from scripts.accuracy.results import BASE, load, tables
 
 SIZES = ("111m", "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny")
 LATE = 3 / 4
-"""Where in the schedule the settings start."""
+"""The part of the schedule after which the settings start."""
 SETTINGS = ("none-tp2", "int8", "taco", "int6", "int6,,int5", "int5/int6,,int5", "int5", "int4")
-"""Where none are named. none-tp2 is the same mathematics with other roundings."""
+"""What is trained without --settings. none-tp2 is the same mathematics with other roundings."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--work-dir", type=Path, required=True, help="corpus, checkpoints, results")
-    add("--settings", nargs="+", default=SETTINGS, help="specs, joined by + (settings.py)")
-    add("--steps", type=int, default=1232, help="of a whole run")
-    add("--seeds", type=int, default=3)
-    add("--minutes", type=float, default=9.0, help="start no run that would end later")
-    add("--size", choices=SIZES, default="111m")
-    add("--corpus-mb", type=float, default=250, help="text of the installed packages, 10^6 bytes")
-    add("--worker", type=int, nargs=2, help=argparse.SUPPRESS)  # number and count
+    add("--work-dir", type=Path, required=True, help="folder of corpus, checkpoints and results")
+    add("--settings", nargs="+", default=SETTINGS, help="codecs, joined by + (settings.py)")
+    add("--steps", type=int, default=1232, help="steps of a whole run (default: 1232)")
+    add("--seeds", type=int, default=3, help="how many (default: 3)")
+    add(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="start no run that would end later (default: 9)",
+    )
+    add("--size", choices=SIZES, default="111m", help="the model (default: 111m)")
+    add(
+        "--corpus-mb",
+        type=float,
+        default=250,
+        help="text of the installed packages, 10^6 bytes (default: 250)",
+    )
+    # A worker's own: its number and how many there are, and when its time is over.
+    add("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     add("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.work_dir = args.work_dir.resolve()
@@ -51,42 +61,83 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def claim(args: argparse.Namespace) -> None:
+    """Note in the folder what its runs are of, which their names do not say.
+
+    Raises:
+        SystemExit: it has runs of another model, length or text. They would be compared with these.
+    """
+    file = args.work_dir / "runs.json"
+    asked = {"size": args.size, "steps": args.steps, "corpus-mb": args.corpus_mb}
+    if not file.exists():
+        _corpus.write_whole(file, json.dumps(asked).encode())
+        return
+    earlier = json.loads(file.read_text())
+    for name, value in asked.items():
+        if earlier[name] != value:
+            sys.exit(
+                f"error: --work-dir {args.work_dir}: its runs are of --{name} {earlier[name]}, and not of "
+                f"{value}; give the same, or another folder"
+            )
+
+
 def sizes(args: argparse.Namespace):
-    """ModelConfig and Schedule of ``--size``."""
+    """Return the ModelConfig and the Schedule of ``--size``."""
     import torch
 
     from megatron.compression.huggingface.models import MODELS
     from scripts.accuracy.model import ModelConfig
     from scripts.accuracy.training import Schedule
 
-    if args.size.startswith("qwen"):  # in the TACO paper's batches of 64 x 512, with its ranks
+    if args.size.startswith("qwen"):
+        # The TACO paper's ranks, and its batches of 64 x 512 tokens.
         qwen = MODELS[args.size.removeprefix("qwen")]
-        parallel = {"ranks": 2, "stages": 2, "sequence": 512}
         model = ModelConfig(
-            layers=qwen.layers, hidden=qwen.hidden, heads=qwen.heads, qwen=qwen, **parallel
+            layers=qwen.layers,
+            hidden=qwen.hidden,
+            heads=qwen.heads,
+            qwen=qwen,
+            ranks=2,
+            stages=2,
+            sequence=512,
         )
-        return model, Schedule(args.steps, 64, 3e-4, 3e-5, warmup=args.steps // 10)
-    if args.size == "tiny":
-        return ModelConfig(512, 2, 64, 2, 32, torch.float32), Schedule(args.steps, 4, warmup=5)
-    if args.size == "350m":
-        return ModelConfig(layers=24, hidden=1024, heads=16), Schedule(args.steps)
-    return ModelConfig(), Schedule(args.steps)
+        schedule = Schedule(
+            args.steps, batch=64, learning_rate=3e-4, minimum=3e-5, warmup=args.steps // 10
+        )
+    elif args.size == "tiny":
+        model = ModelConfig(
+            vocabulary=512, layers=2, hidden=64, heads=2, sequence=32, dtype=torch.float32
+        )
+        schedule = Schedule(args.steps, batch=4, warmup=5)
+    elif args.size == "350m":
+        model = ModelConfig(layers=24, hidden=1024, heads=16)
+        schedule = Schedule(args.steps)
+    else:
+        model = ModelConfig()
+        schedule = Schedule(args.steps)
+    return model, schedule
 
 
 def ids_of(args: argparse.Namespace, seed: int) -> list[str]:
-    """The runs of a seed: the uncompressed one first."""
+    """Return the names of a seed's runs: the uncompressed one first, then a continuation for each setting."""
     return [f"scratch/{BASE}/{seed}", *(f"ending/{name}/{seed}" for name in args.settings)]
 
 
 def prepare(args: argparse.Namespace) -> dict[str, str]:
-    """Paths of the tokenized text and its tokenizer, made once."""
-    vocabulary = sizes(args)[0].vocabulary
+    """Return the paths of the tokenized text and its tokenizer, which are made once."""
+    model, _ = sizes(args)
+    vocabulary = model.vocabulary
     folder = args.work_dir / f"corpus-{vocabulary}"
     return _corpus.prepare(folder, "site-packages", args.corpus_mb, vocabulary, ("train", "valid"))
 
 
 class Worker:
-    """Runs on one device, whose results are appended to a file for each seed."""
+    """Does runs on one device. Results are appended to a file for each seed.
+
+    Args:
+        args: the command line.
+        data: paths of the tokenized text.
+    """
 
     def __init__(self, args: argparse.Namespace, data: dict[str, str]) -> None:
         import torch
@@ -96,47 +147,65 @@ class Worker:
 
         use_deterministic_kernels()
         self.args = args
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        self.config, self.schedule = sizes(args)
+        self.config, schedule = sizes(args)
+        if torch.cuda.is_available():
+            device = "cuda"
+            self.device_name = torch.cuda.get_device_name()
+        else:
+            device = "cpu"
+            self.device_name = "cpu"
         model = GPT(self.config, compile_blocks=device == "cuda").to(device)
-        corpus = Corpus(
-            data, self.config.sequence, device, 2048 if args.size == "tiny" else 2_000_000
-        )
-        self.trainer = Trainer(model, corpus, self.schedule)
+        max_valid_tokens = 2048 if args.size == "tiny" else 2_000_000
+        corpus = Corpus(data, self.config.sequence, device, max_valid_tokens)
+        self.trainer = Trainer(model, corpus, schedule)
         self.seconds_per_step = 0.0
+        """Of the slowest run so far."""
 
     def run_seed(self, seed: int) -> None:
         """Do what is missing of a seed while there is time."""
-        args, file = self.args, self.args.work_dir / f"results-{seed}.jsonl"
+        args = self.args
+        file = args.work_dir / f"results-{seed}.jsonl"
         done = {record["id"] for record in load([file] if file.exists() else [])}
         checkpoint = args.work_dir / "checkpoints" / f"late-{seed}.pt"
         late = max(1, round(LATE * args.steps))
         base, *continuations = ids_of(args, seed)
-        if base not in done or (not checkpoint.exists() and not done.issuperset(continuations)):
-            if self._late(args.steps):
+        needs_checkpoint = not done.issuperset(continuations)
+        if base not in done or (needs_checkpoint and not checkpoint.exists()):
+            if self._would_be_late(args.steps):
                 return
             checkpoint.parent.mkdir(exist_ok=True)
             self.trainer.start(seed)
-            self._record(file, base, BASE, seed, args.steps, {late: checkpoint})
+            self._run(file, base, BASE, seed, args.steps, {late: checkpoint})
         for run, name in zip(continuations, args.settings, strict=True):
             if run in done:
                 continue
-            if self._late(args.steps - late):
+            if self._would_be_late(args.steps - late):
                 return
             self.trainer.load(checkpoint)
-            self._record(file, run, name, seed, args.steps - late)
+            self._run(file, run, name, seed, args.steps - late)
 
-    def _late(self, steps: int) -> bool:
-        """Whether so many steps and an evaluation would end after the deadline."""
-        return time.time() + 1.2 * steps * self.seconds_per_step > self.args.deadline
+    def _would_be_late(self, steps: int) -> bool:
+        """Return whether so many steps, and an evaluation, would end after the deadline."""
+        seconds = 1.2 * steps * self.seconds_per_step
+        return time.time() + seconds > self.args.deadline
 
-    def _record(
+    def _run(
         self, file: Path, run: str, name: str, seed: int, steps: int, save: dict | None = None
     ) -> None:
+        """Train, and append a record of it to a file.
+
+        Args:
+            file: where the record goes.
+            run: its id.
+            name: the setting.
+            seed: decides the order of the data.
+            steps: how many to train from where the trainer is.
+            save: checkpoints to write, by step.
+        """
         from scripts.accuracy.settings import setting_of
 
-        setting, began = setting_of(name, self.config.ranks), time.time()
+        setting = setting_of(name, self.config.ranks)
+        began = time.time()
         result = self.trainer.run(setting, steps, seed, save)
         del result["losses"]
         record = {
@@ -145,45 +214,68 @@ class Worker:
             "seed": seed,
             "size": self.args.size,
             "steps": steps,
-        }
-        record |= {
             "setting": setting.as_dict(),
             "bits": setting.bits,
-            "device": self.device,
+            "device": self.device_name,
             **result,
+            "seconds": round(time.time() - began, 2),
         }
-        record["seconds"] = round(time.time() - began, 2)
         with file.open("a") as stream:
             stream.write(json.dumps(record) + "\n")
         self.seconds_per_step = max(self.seconds_per_step, result["seconds_per_step"])
         print(f"{run}: valid {result['valid']:.5f}, {record['seconds']} s", flush=True)
 
 
-def launch(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Prepare the corpus, start the workers, print the table. Raises: SystemExit: a worker failed."""
-    deadline, gpus = time.time() + 60 * args.minutes, gpu_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    args.work_dir.mkdir(parents=True, exist_ok=True)
-    prepare(args)
-    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8")  # deterministic
-    workers, count = [], min(max(1, gpus), args.seeds)
-    for worker in range(count):
+def start_workers(
+    args: argparse.Namespace, argv: Sequence[str], deadline: float
+) -> list[subprocess.Popen]:
+    """Start a worker for each GPU, or one without; no more than there are seeds.
+
+    Args:
+        args: the command line.
+        argv: its words, which the workers get too.
+        deadline: seconds since the epoch.
+    """
+    gpus = gpu_count()
+    every_gpu = ",".join(map(str, range(gpus)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every_gpu).split(",")
+    count = min(max(1, gpus), args.seeds)
+    workers = []
+    for number in range(count):
         words = [sys.executable, "-m", "scripts.accuracy.run", *argv, "--work-dir", args.work_dir]
-        words += ["--worker", worker, count, "--deadline", deadline]
-        own = {"CUDA_VISIBLE_DEVICES": visible[worker]} if gpus else {}
-        workers.append(subprocess.Popen(list(map(str, words)), env=environment | own, cwd=ROOT))
+        words += ["--worker", number, count, "--deadline", deadline]
+        environment = dict(os.environ)
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = visible[number]
+        workers.append(subprocess.Popen(list(map(str, words)), env=environment, cwd=ROOT))
+    return workers
+
+
+def launch(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Prepare the corpus, run the workers, and print the table.
+
+    Raises:
+        SystemExit: a worker failed, or the folder has other runs.
+    """
+    deadline = time.time() + 60 * args.minutes
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    claim(args)
+    prepare(args)
+    workers = start_workers(args, argv, deadline)
     statuses = [worker.wait() for worker in workers]
     records = load(sorted(args.work_dir.glob("results-*.jsonl")))
     print(tables(records))
-    runs = {run for seed in range(args.seeds) for run in ids_of(args, seed)}
-    if left := runs - {record["id"] for record in records}:
-        print(f"{len(left)} of {len(runs)} runs are left: start again for them", flush=True)
+    planned = {run for seed in range(args.seeds) for run in ids_of(args, seed)}
+    missing = planned - {record["id"] for record in records}
+    if missing:
+        print(f"{len(missing)} of {len(planned)} runs are left: start again for them", flush=True)
     if any(statuses):
-        raise SystemExit("error: a run failed; its error is above")
+        sys.exit("error: a run failed; its error is above")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Entry point."""
+    """Check the settings, then launch the workers or be one."""
     from megatron.compression.errors import CompressionConfigError
     from scripts.accuracy.settings import setting_of
 
@@ -192,12 +284,13 @@ def main(argv: Sequence[str]) -> None:
         for name in args.settings:
             setting_of(name)
     except CompressionConfigError as error:
-        raise SystemExit(f"error: {error}") from None
+        sys.exit(f"error: {error}")
     if args.worker is None:
         launch(args, argv)
         return
     worker = Worker(args, prepare(args))
-    for seed in range(args.worker[0], args.seeds, args.worker[1]):
+    number, count = args.worker
+    for seed in range(number, args.seeds, count):
         worker.run_seed(seed)
 
 

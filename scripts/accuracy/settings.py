@@ -1,8 +1,10 @@
-"""What a run compresses and how: the specs of each kind of parallelism, from one name."""
+"""What a simulated run compresses and how: the codecs of each kind of parallelism, from one name."""
 
 import re
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.codecs.recipes import expand
@@ -15,100 +17,126 @@ RANKS = 4
 """Simulated ranks."""
 MESSAGE = (1024, 4, 768)
 """Tokens, samples and channels of a message, by which bits a value are counted."""
+UNCOMPRESSED_BITS = 16.0
+"""Bits a value of bf16."""
 PAIRS = {
     "": ("forward", "backward"),
     "-pp": ("stage_forward", "stage_backward"),
     "-cp": ("context_forward", "context_backward"),
     "-dp": ("gradients", "weights"),
 }
-"""By the end of a name: the two messages of a kind of parallelism."""
+"""By the end of a name: the two messages of a kind of parallelism, which are fields of ``Setting``."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Specs of the codecs of every message; exchange.py and data_parallel.py say what is encoded."""
+    """The codecs of every message, as specs. exchange.py and data_parallel.py say what is encoded."""
 
     name: str
     forward: str = "none"
-    """Of the tensor-parallel activations; ``FIRST/SECOND`` for one each in the two hops."""
+    """Codec of the tensor-parallel activations; ``FIRST/SECOND``: one for each of the two hops."""
     backward: str = "none"
-    """Of their gradients."""
+    """Codec of their gradients."""
     sequence_parallel: bool = False
     world_size: int = RANKS
-    """Of tensor parallelism."""
+    """Ranks of tensor parallelism."""
     stage_forward: str = "none"
-    """Of what pipeline stages send each other."""
+    """Codec of the activations that pipeline stages send."""
     stage_backward: str = "none"
+    """Codec of their gradients."""
     gradients: str = "none"
-    """Of what data parallelism sends: the gradients, and the changes of the weights."""
+    """Codec of the gradients that data-parallel ranks sum."""
     weights: str = "none"
+    """Codec of the changes of the weights, which data-parallel ranks gather."""
     unsharded: bool = False
     """Without the distributed optimizer: the gradients' sum is encoded once more and gathered."""
     context_forward: str = "none"
-    """Of the keys and values that ranks with parts of a sequence gather, and of their gradients."""
+    """Codec of the keys and values that ranks with parts of a sequence gather."""
     context_backward: str = "none"
+    """Codec of their gradients."""
 
     def __post_init__(self) -> None:
-        for way, codec in self.codecs.items():
-            if codec is not None and codec.lossless:
+        for message, codec in self.codecs.items():
+            if codec is None:
+                continue
+            if codec.lossless:
                 raise CompressionConfigError(
                     f"{self.name}: {codec.name} changes no bit; leave it out"
                 )
-            if codec is not None and codec.sees_shape and way in PAIRS["-cp"]:
+            if codec.sees_shape and message in PAIRS["-cp"]:
                 raise CompressionConfigError(
                     f"{self.name}: {codec.name} sees messages' shapes, which are not simulated; give another"
                 )
 
     @property
     def codecs(self) -> dict[str, Codec | None]:
-        """By message; None: uncompressed."""
-        specs = {way: getattr(self, way) for pair in PAIRS.values() for way in pair}
-        return {way: None if spec == "none" else parse_codec(spec) for way, spec in specs.items()}
+        """By message, a field of this class; None: uncompressed."""
+        codecs: dict[str, Codec | None] = {}
+        for pair in PAIRS.values():
+            for message in pair:
+                spec = getattr(self, message)
+                codecs[message] = None if spec == "none" else parse_codec(spec)
+        return codecs
 
     @property
     def context_parallel(self) -> bool:
         """Whether ranks share sequences."""
-        return any(getattr(self, way) != "none" for way in PAIRS["-cp"])
+        return any(getattr(self, message) != "none" for message in PAIRS["-cp"])
 
     @property
     def bits(self) -> float:
-        """Mean bits a value over the compressed kinds of parallelism, both messages and all hops of each."""
+        """Mean bits a value over the compressed kinds of parallelism: both messages and all hops of each."""
         codecs = self.codecs
-        kinds = [[codecs[way] for way in pair] for pair in PAIRS.values()]
-        means = [statistics.fmean(map(_bits, kind)) for kind in kinds if any(kind)]
-        return statistics.fmean(means or [16.0])
+        means = []
+        for pair in PAIRS.values():
+            of_kind = [codecs[message] for message in pair]
+            if any(of_kind):
+                means.append(statistics.fmean(bits_of(codec) for codec in of_kind))
+        if not means:
+            return UNCOMPRESSED_BITS
+        return statistics.fmean(means)
 
     def as_dict(self) -> dict:
-        """For JSON."""
+        """Return the fields, for JSON."""
         return asdict(self)
 
 
-def _bits(codec: Codec | None) -> float:
-    return (
-        16.0
-        if codec is None
-        else statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
-    )
+def bits_of(codec: Codec | None) -> float:
+    """Return the mean bits a value over the hops of a codec."""
+    if codec is None:
+        return UNCOMPRESSED_BITS
+    return statistics.fmean(hop.bits_per_value(MESSAGE) for hop in codec.hops)
 
 
 def setting_of(name: str, ranks: int = RANKS) -> Setting:
-    """The setting of specs joined by ``+``: ``SPEC`` of tensor parallelism (``-sp``: with sequence
-    parallelism; ``none-tp2``: two uncompressed ranks), and with ``-pp``, ``-cp``, ``-dp`` at its end of those
-    flags (``-ddp``: without the distributed optimizer). ``SPEC,,SPEC`` has a second one of what goes back, or
-    of data-parallel weights; without it these are sent as the flags would.
+    """Return the setting of a name: specs joined by ``+``, one for each kind of parallelism.
 
-    Raises: CompressionConfigError: not a spec, one kind of parallelism twice, or what is not simulated.
+        SPEC        tensor parallelism            SPEC-sp     with sequence parallelism
+        SPEC-pp     pipeline parallelism          SPEC-cp     context parallelism
+        SPEC-dp     data parallelism              SPEC-ddp    without the distributed optimizer
+        none-tp2    two uncompressed ranks
+
+    ``SPEC,,SPEC`` has a second codec: of gradients that go back, or of data-parallel weights. Without it
+    these are sent as the flags of a real run would have them.
+
+    Args:
+        name: the name.
+        ranks: of tensor parallelism.
+
+    Raises:
+        CompressionConfigError: not a spec, one kind of parallelism twice, or what is not simulated.
     """
     kinds: set[str] = set()
-    fields: dict = {"name": name, "world_size": ranks}
+    fields: dict[str, Any] = {"name": name, "world_size": ranks}
+    # A + that begins another part stands before a letter, and not behind a + of a codec's own.
     for part in re.split(r"(?<!\+)\+(?=[a-z])", name):
-        kind, found = _one_kind(part)
+        kind, part_fields = fields_of(part)
         if kind in kinds:
             raise CompressionConfigError(
                 f"{name} has one kind of parallelism twice; leave one of them out"
             )
         kinds.add(kind)
-        fields |= found
+        fields |= part_fields
     if "-cp" in kinds and len(kinds) > 1:
         raise CompressionConfigError(
             f"{name}: context parallelism is simulated alone; leave the others out"
@@ -116,37 +144,60 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
     return Setting(**fields)
 
 
-def _one_kind(name: str) -> tuple[str, dict]:
-    """A kind of parallelism, and the fields of ``Setting`` that it sets."""
-    if name == "none-tp2":
+def fields_of(part: str) -> tuple[str, dict[str, Any]]:
+    """Return the kind of parallelism of a part of a name, a key of PAIRS, and the fields that it sets.
+
+    Raises:
+        CompressionConfigError: not a spec, or what is not simulated.
+    """
+    if part == "none-tp2":
         return "", {"world_size": 2}
-    unsharded = name.endswith("-ddp")
-    kind = "-dp" if unsharded else name[-3:] if name[-3:] in PAIRS else ""
-    end = "-ddp" if unsharded else kind or "-sp"
-    there, _, other = name.removesuffix(end).partition(",,")
+    if part.endswith("-ddp"):
+        return "-dp", data_parallel_fields(part, part.removesuffix("-ddp"), unsharded=True)
+    kind = part[-3:]
+    if kind not in PAIRS:
+        sequence_parallel = part.endswith("-sp")
+        first, _, second = part.removesuffix("-sp").partition(",,")
+        forward, backward = expand("tensor_parallel", first, second or None)
+        specs = (forward, backward or forward)
+        codecs = [None if spec == "none" else parse_codec(spec) for spec in specs]
+        return "", {**names_of("", codecs), "sequence_parallel": sequence_parallel}
+    specs_text = part.removesuffix(kind)
     if kind == "-dp":
-        if unsharded and other:
+        return kind, data_parallel_fields(part, specs_text, unsharded=False)
+    first, _, second = specs_text.partition(",,")
+    config_class = PipelineParallelConfig if kind == "-pp" else ContextParallelConfig
+    config = config_class(compression=first, backward=second or None)
+    return kind, names_of(kind, [config.forward_codec, config.backward_codec])
+
+
+def data_parallel_fields(part: str, specs: str, unsharded: bool) -> dict[str, Any]:
+    """Return the fields of a part for data parallelism.
+
+    Args:
+        part: the part of the name, for errors.
+        specs: its codec or two.
+        unsharded: without the distributed optimizer.
+
+    Raises:
+        CompressionConfigError: not a spec, or what is not simulated.
+    """
+    first, _, second = specs.partition(",,")
+    weights: str | None = second or None
+    if unsharded:
+        if second:
             raise CompressionConfigError(
-                f"{name}: without the distributed optimizer no weights are sent"
+                f"{part}: without the distributed optimizer no weights are sent"
             )
-        replicas = DataParallelConfig(
-            compression=there, weights="none" if unsharded else other or None
-        )
-        gradients = getattr(replicas.compressor, "codec", None)
-        if gradients is None and there != "none":
-            raise CompressionConfigError(
-                f"{name}: only codecs of gradients are simulated; give one"
-            )
-        codecs = (gradients, replicas.weight_codec)
-        more = {"unsharded": unsharded}
-    elif kind:
-        config = {"-pp": PipelineParallelConfig, "-cp": ContextParallelConfig}[kind]
-        sent = config(compression=there, backward=other or None)
-        codecs, more = (sent.forward_codec, sent.backward_codec), {}
-    else:
-        there, backward = expand("tensor_parallel", there, other or None)
-        specs = there, backward or there
-        codecs = tuple(None if spec == "none" else parse_codec(spec) for spec in specs)
-        more = {"sequence_parallel": name.endswith("-sp")}
-    names = (codec.name if codec else "none" for codec in codecs)
-    return kind, dict(zip(PAIRS[kind], names, strict=True)) | more
+        weights = "none"
+    config = DataParallelConfig(compression=first, weights=weights)
+    gradients = getattr(config.compressor, "codec", None)
+    if gradients is None and first != "none":
+        raise CompressionConfigError(f"{part}: only codecs of gradients are simulated; give one")
+    return {**names_of("-dp", [gradients, config.weight_codec]), "unsharded": unsharded}
+
+
+def names_of(kind: str, codecs: Iterable[Codec | None]) -> dict[str, str]:
+    """Return the fields of the two messages of a kind of parallelism: the codecs' full names."""
+    names = [codec.name if codec else "none" for codec in codecs]
+    return dict(zip(PAIRS[kind], names, strict=True))

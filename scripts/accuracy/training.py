@@ -13,6 +13,7 @@ from scripts.accuracy.data_parallel import DataParallel
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.model import GPT
 from scripts.accuracy.settings import Setting
+from taco_kernels.common import ceil_div
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,18 @@ class Schedule:
 
     steps: int = 1232
     batch: int = 32
-    """Sequences a step."""
+    """Sequences of a step."""
     learning_rate: float = 6e-4
+    """The highest one, after the warm-up."""
     minimum: float = 0.0
-    """Learning rate at the end; none leaves the least noise in the final loss."""
+    """Learning rate at the end. Zero leaves the least noise in the final loss."""
     warmup: int = 100
+    """Steps."""
     weight_decay: float = 0.1
     clip: float = 1.0
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -39,70 +42,97 @@ class Schedule:
 
 
 class Corpus:
-    """Tokens of all parts, ids below 65,500, on the device, as windows of sequence + 1."""
+    """The tokens of a text on the device, as windows of sequence + 1.
+
+    Args:
+        data: paths of the tokenized text by split (train, valid), without .bin; vocabulary below 65,500.
+        sequence: tokens of a window, without the last target.
+        device: where the tokens are.
+        max_valid_tokens: how much of the validation text is used.
+    """
 
     def __init__(
         self, data: dict[str, str], sequence: int, device: str, max_valid_tokens: int = 2_000_000
     ) -> None:
         tokens = {}
-        for split in ("train", "valid"):  # the tokens of an indexed dataset, one after the other
+        for split in ("train", "valid"):
+            # The .bin of an indexed dataset has its tokens one after the other, in 2 bytes each.
             ids = np.fromfile(f"{data[split]}.bin", np.uint16).astype(np.int32)
             tokens[split] = torch.from_numpy(ids).to(device)
-        self.train, self.valid = tokens.values()
+        self.train = tokens["train"]
+        self.valid = tokens["valid"]
         self.sequence = sequence
         self.windows = (len(self.train) - 1) // sequence
         self.valid_windows = min(len(self.valid) - 1, max_valid_tokens) // sequence
         self._offsets = torch.arange(sequence + 1, device=device)
 
     def order(self, seed: int, count: int) -> np.ndarray:
-        """``count`` training windows: permutation after permutation, drawn from ``seed``."""
+        """Return ``count`` training windows: permutation after permutation, drawn from ``seed``."""
         generator = np.random.default_rng(seed)
-        rounds = -(-count // self.windows)
-        return np.concatenate([generator.permutation(self.windows) for _ in range(rounds)])[:count]
+        epochs = ceil_div(count, self.windows)
+        permutations = [generator.permutation(self.windows) for _ in range(epochs)]
+        return np.concatenate(permutations)[:count]
 
     def take(
         self, tokens: torch.Tensor, windows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets [B, S], int64."""
+        """Return inputs and targets, int64 [B, S], of windows [B]."""
         rows = tokens[windows[:, None] * self.sequence + self._offsets].long()
         return rows[:, :-1], rows[:, 1:]
 
 
 class Trainer:
-    """Holds the model and its optimizer; runs follow each other on them."""
+    """Holds a model and its optimizer; runs follow each other on them.
+
+    Args:
+        model: the model.
+        corpus: the text.
+        schedule: length and learning rates.
+    """
 
     def __init__(self, model: GPT, corpus: Corpus, schedule: Schedule) -> None:
-        self.model, self.corpus, self.schedule = model, corpus, schedule
+        self.model = model
+        self.corpus = corpus
+        self.schedule = schedule
         self.device = next(model.parameters()).device
         self.step = 0
         self.optimizer: torch.optim.AdamW | None = None
 
     def start(self, seed: int) -> None:
-        """From scratch."""
+        """Begin from scratch."""
         self.model.initialise(seed)
         self.step = 0
         self._new_optimizer()
 
     def _new_optimizer(self) -> None:
-        parameters = list(self.model.parameters())
-        decay = {
-            "params": [p for p in parameters if p.dim() > 1],
-            "weight_decay": self.schedule.weight_decay,
-        }
-        groups = [decay, {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
+        # Matrices decay, biases and norms do not.
+        matrices = []
+        vectors = []
+        for parameter in self.model.parameters():
+            if parameter.dim() > 1:
+                matrices.append(parameter)
+            else:
+                vectors.append(parameter)
+        groups = [
+            {"params": matrices, "weight_decay": self.schedule.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         fused = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
     def save(self, path: Path) -> None:
-        """Weights, optimizer and step; the file appears whole."""
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        state = {"model": model, "optimizer": optimizer, "step": self.step}
+        """Write weights, optimizer and step. The file appears when it is whole."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
         temporary = path.with_suffix(".tmp")
         torch.save(state, temporary)
         temporary.rename(path)
 
     def load(self, path: Path) -> None:
-        """Continue from ``save``."""
+        """Continue from a checkpoint of ``save``."""
         state = torch.load(path, map_location=self.device)
         self.model.load_state_dict(state["model"])
         self._new_optimizer()
@@ -112,62 +142,80 @@ class Trainer:
     def run(
         self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None
     ) -> dict:
-        """Train ``steps`` steps under a setting and evaluate: losses of the steps, validation loss. ``save``:
-        checkpoints to write, by the step at which they are taken."""
-        model, schedule, corpus = self.model, self.schedule, self.corpus
-        layers.attach(Exchange(setting))
-        model.use(setting)
-        order = torch.from_numpy(corpus.order(seed, schedule.steps * schedule.batch)).to(
-            self.device
-        )
-        parameters = list(model.parameters())
-        ranks = DataParallel(setting, parameters)
+        """Train under a setting, and evaluate.
+
+        Args:
+            setting: what is compressed, and how.
+            steps: how many steps to train.
+            seed: decides the order of the windows.
+            save: checkpoints to write, by the step after which each is taken.
+
+        Returns:
+            losses (of the steps), valid (the validation loss), valid_tokens and seconds_per_step.
+        """
         assert not save or setting.weights == "none", "the fp32 weights would not be saved"
-        losses, began = [], time.perf_counter()
+        schedule = self.schedule
+        layers.attach(Exchange(setting))
+        self.model.use(setting)
+        windows = self.corpus.order(seed, schedule.steps * schedule.batch)
+        order = torch.from_numpy(windows).to(self.device)
+        ranks = DataParallel(setting, list(self.model.parameters()))
+        losses = []
+        began = time.perf_counter()
         for _ in range(steps):
-            for group in self.optimizer.param_groups:
-                group["lr"] = schedule.rate(self.step)
-            window = order[self.step * schedule.batch : (self.step + 1) * schedule.batch]
-            losses.append(ranks.backward(model, *corpus.take(corpus.train, window)))
-            torch.nn.utils.clip_grad_norm_(parameters, schedule.clip)
-            ranks.step(self.optimizer)
-            self.optimizer.zero_grad(set_to_none=True)
-            self.step += 1
+            batch = order[self.step * schedule.batch : (self.step + 1) * schedule.batch]
+            losses.append(self._train_step(ranks, batch))
             if save and self.step in save:
                 self.save(save[self.step])
-        losses = [round(value, 5) for value in torch.stack(losses).tolist()]
+        # This waits for the device.
+        rounded = [round(loss, 5) for loss in torch.stack(losses).tolist()]
         seconds = time.perf_counter() - began
         return {
-            "losses": losses,
+            "losses": rounded,
             "valid": self.evaluate(setting),
-            "valid_tokens": self.batches * schedule.batch * corpus.sequence,
+            "valid_tokens": self.batches * schedule.batch * self.corpus.sequence,
             "seconds_per_step": round(seconds / steps, 5),
         }
 
+    def _train_step(self, ranks: DataParallel, windows: torch.Tensor) -> torch.Tensor:
+        """Train one step on windows [B] and return its loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.rate(self.step)
+        ids, targets = self.corpus.take(self.corpus.train, windows)
+        loss = ranks.backward(self.model, ids, targets)
+        torch.nn.utils.clip_grad_norm_(ranks.parameters, self.schedule.clip)
+        ranks.step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss
+
     @property
     def batches(self) -> int:
-        """Of validation."""
+        """How many batches a validation has."""
         return max(1, self.corpus.valid_windows // self.schedule.batch)
 
     @torch.no_grad()
     def evaluate(self, setting: Setting) -> float:
-        """Mean validation loss, exchanges as in training: of the same windows whatever the run, in fp64."""
-        model, corpus, batch = self.model, self.corpus, self.schedule.batch
+        """Return the mean validation loss, in fp64, with exchanges as in training.
+
+        The windows are the same whatever the run.
+        """
         layers.attach(Exchange(setting))
-        model.use(setting)
+        self.model.use(setting)
+        batch = self.schedule.batch
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for i in range(self.batches):
-            window = torch.arange(i * batch, (i + 1) * batch, device=self.device)
-            total += model(*corpus.take(corpus.valid, window)).double().mean()
+        for number in range(self.batches):
+            windows = torch.arange(number * batch, (number + 1) * batch, device=self.device)
+            ids, targets = self.corpus.take(self.corpus.valid, windows)
+            total += self.model(ids, targets).double().mean()
         return round(float(total) / self.batches, 6)
 
 
 def use_deterministic_kernels() -> None:
     """Have torch choose deterministic kernels, flash attention among them; set before CUDA starts."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # costs time, changes no result here
-    )
+    # This costs time and changes no result here.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     if torch.cuda.is_available():
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)

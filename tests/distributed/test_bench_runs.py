@@ -34,7 +34,7 @@ def test_each_block_compresses_by_its_own_setting(iterations) -> None:
     assert list(rows) == ["none", "int8"]
     for traffic in ("tp.forward", "tp.backward"):
         uncompressed = rows["none"]["megabytes"][traffic]
-        # 8 bits and the scales of fp32's 32.
+        # 8 bits and the scales, of 16.
         assert 0 < rows["int8"]["megabytes"][traffic] < 0.6 * uncompressed
 
 

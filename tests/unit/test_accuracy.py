@@ -1,6 +1,8 @@
 """scripts/accuracy: the simulation without codecs is the plain model, settings, runs and their table."""
 
 import json
+from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from megatron.compression.codecs import parse_codec
 from megatron.compression.context_parallel.gather import chunks_of
+from megatron.compression.errors import CompressionConfigError
 from megatron.compression.huggingface.models import find_model
 from megatron.compression.huggingface.weights import merge
-from scripts.accuracy import layers, results
+from scripts.accuracy import layers, results, run
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.layers import attend
 from scripts.accuracy.model import GPT, ModelConfig, token_losses
@@ -65,79 +68,153 @@ def test_without_codecs_it_is_the_plain_model(name):
         assert torch.allclose(ours, exact, atol=1e-5 * float(exact.abs().max()) + 1e-9)
 
 
-def test_stages_send_messages_there_and_back():
-    """tah-quant and normalize see a micro-batch's tokens, samples and channels; the sums stay exact."""
+def test_a_stages_gradients_have_the_codecs_own_choice() -> None:
     setting = setting_of("tah-quant-pp")
-    assert setting.forward == setting.backward == "none" and setting.stage_forward == "tah-quant"
+    assert setting.forward == setting.backward == "none"
+    assert setting.stage_forward == "tah-quant"
     assert setting.stage_backward == parse_codec("tah-quant").backward.name
+
+
+def test_a_stages_gradients_may_have_a_codec_of_their_own() -> None:
     assert setting_of("int4:group=32,,int8-pp").stage_backward == "int8"
-    exchange = Exchange(setting)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lossless", "lossless changes no bit"),
+        ("int8-pp+int6-pp", "one kind of parallelism twice"),
+        ("int8-cp+int6-pp", "context parallelism is simulated alone"),
+        ("tah-quant-cp", "sees messages' shapes"),
+        ("int8,,int8-ddp", "no weights are sent"),
+        ("tagc-dp", "only codecs of gradients"),
+        ("int9", "codec 'int9' is unknown"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(name: str, message: str) -> None:
+    with pytest.raises(CompressionConfigError, match=message):
+        setting_of(name)
+
+
+def encoded(x: Tensor, codec) -> Tensor:
+    """What a receiver has of messages [number, *shape]."""
+    return codec.decode(codec.encode(x), x.shape[1:], x.dtype)
+
+
+@pytest.fixture
+def sent() -> Tensor:
+    """Eight sequences of 16 tokens, one after the other, of 128 channels in bf16."""
+    return torch.randn(8 * 16, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def of_a_micro_batch(x: Tensor, codec) -> Tensor:
+    """``sent`` as messages of 4 sequences, [tokens, samples, channels], encoded and put back."""
+    messages = x.view(2, 4, 16, 128).transpose(1, 2)
+    return encoded(messages, codec).transpose(1, 2).reshape(x.shape)
+
+
+def test_a_stage_sends_messages_of_a_micro_batch(sent: Tensor) -> None:
+    """tah-quant and normalize see a micro-batch's tokens, samples and channels."""
+    exchange = Exchange(setting_of("tah-quant-pp"))
     layers.attach(exchange)
-    x = (
-        torch.randn(8 * 16, 128, generator=torch.Generator().manual_seed(0))
-        .bfloat16()
-        .requires_grad_()
-    )
-    sent = layers.send(x, 16)
-    sent.backward(torch.ones_like(x).cumsum(0))
-    for direction, before, after in (
-        ("forward", x.detach(), sent),
-        ("backward", torch.ones_like(x).cumsum(0), x.grad),
-    ):
-        codec = exchange.codecs[f"stage_{direction}"]
-        messages = before.view(2, 4, 16, 128).transpose(1, 2)
-        expected = codec.decode(codec.encode(messages), messages.shape[1:], x.dtype).transpose(1, 2)
-        assert torch.equal(after, expected.reshape(x.shape)) and not torch.equal(after, before)
-    sliced = Exchange(setting_of("none-sp+tah-quant-pp"))
-    parts = (
-        x.detach().view(2, 4, 4, 4, 128).permute(0, 2, 3, 1, 4).flatten(0, 1)
-    )  # a rank's tokens each
-    codec = sliced.codecs["stage_forward"]
-    expected = codec.decode(codec.encode(parts), parts.shape[1:], x.dtype).view(2, 4, 4, 4, 128)
-    assert torch.equal(
-        sliced.send(x.detach(), 16, "stage_forward"),
-        expected.permute(0, 3, 1, 2, 4).reshape(x.shape),
-    )
+    received = layers.send(sent, 16)
+    assert torch.equal(received, of_a_micro_batch(sent, exchange.codecs["stage_forward"]))
+    assert not torch.equal(received, sent)
+
+
+def test_a_stage_sends_gradients_back(sent: Tensor) -> None:
+    exchange = Exchange(setting_of("tah-quant-pp"))
+    layers.attach(exchange)
+    x = sent.requires_grad_()
+    grad = torch.ones_like(x).cumsum(0)
+    layers.send(x, 16).backward(grad)
+    assert torch.equal(x.grad, of_a_micro_batch(grad, exchange.codecs["stage_backward"]))
+    assert not torch.equal(x.grad, grad)
+
+
+def test_each_rank_of_a_stage_sends_its_own_tokens(sent: Tensor) -> None:
+    """With sequence parallelism four ranks have four tokens each of a message."""
+    exchange = Exchange(setting_of("none-sp+tah-quant-pp"))
+    of_ranks = sent.view(2, 4, 4, 4, 128).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    expected = encoded(of_ranks, exchange.codecs["stage_forward"]).view(2, 4, 4, 4, 128)
+    received = exchange.send(sent, 16, "stage_forward")
+    assert torch.equal(received, expected.permute(0, 3, 1, 2, 4).reshape(sent.shape))
+
+
+def test_sums_beside_compressed_stages_stay_exact() -> None:
+    exchange = Exchange(setting_of("tah-quant-pp"))
     partials = torch.randn(4, 8, 128).bfloat16()
     assert torch.equal(exchange.reduce(partials, "forward"), partials.float().sum(0).bfloat16())
 
 
-def test_ranks_share_a_sequence():
-    """Context parallelism: a rank's queries see decoded keys and values, and have gradients of their own."""
+@dataclass
+class Queries:
+    """Queries, keys and values of three sequences of 16 tokens, and a gradient of the output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+
+@pytest.fixture
+def queries() -> Queries:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 16, 4, 32, generator=generator, requires_grad=True)
-    k, v = (torch.randn(3, 16, 2, 32, generator=generator, requires_grad=True) for _ in "kv")
-    grad = torch.randn(3 * 16, 128, generator=generator)
-    plain = attend(q, k, v, False)
-    exact = torch.autograd.grad(plain, (q, k, v), grad)
+    k = torch.randn(3, 16, 2, 32, generator=generator, requires_grad=True)
+    v = torch.randn(3, 16, 2, 32, generator=generator, requires_grad=True)
+    return Queries(q, k, v, torch.randn(3 * 16, 128, generator=generator))
+
+
+def test_ranks_that_share_a_sequence_compute_the_same_attention(queries: Queries) -> None:
+    """A codec that changes nothing: outputs and gradients are those of one rank, up to rounding."""
+    inputs = (queries.q, queries.k, queries.v)
+    expected = attend(*inputs, False)
+    gradients = torch.autograd.grad(expected, inputs, queries.grad)
     layers.attach(Exchange(setting_of("identity-cp")))
-    y = attend(q, k, v, True)
-    assert torch.allclose(y, plain, atol=1e-6)
-    for ours, other in zip(torch.autograd.grad(y, (q, k, v), grad), exact, strict=True):
-        assert torch.allclose(ours, other, atol=1e-5)
+    output = attend(*inputs, True)
+    assert torch.allclose(output, expected, atol=1e-6)
+    shared_gradients = torch.autograd.grad(output, inputs, queries.grad)
+    for ours, exact in zip(shared_gradients, gradients, strict=True):
+        assert torch.allclose(ours, exact, atol=1e-5)
+
+
+def decoded_keys_and_values(queries: Queries, codec) -> Tensor:
+    """Keys and values as ranks have them after a compressed gather, [3, 16, 2 * groups, 32]."""
+    gathered = torch.cat([queries.k, queries.v], dim=2).view(1, -1, 128).detach()
+    return encoded(gathered, codec).view(3, 16, 4, 32)
+
+
+def test_a_ranks_queries_see_decoded_keys_and_values(queries: Queries) -> None:
     setting = setting_of("int4,,int5-cp")
     assert (setting.context_forward, setting.context_backward) == ("int4", "int5")
     layers.attach(Exchange(setting))
-    y = attend(q, k, v, True)
-    there, back = parse_codec("int4"), parse_codec("int5")
-    sent = torch.cat([k, v], dim=2).view(1, -1, 128).detach()
-    sent = (
-        there.decode(there.encode(sent), sent.shape[1:], torch.float32)
-        .view(3, 16, 4, 32)
-        .requires_grad_()
-    )
-    rows = attend(q, *sent.split(2, dim=2), False)
-    assert torch.allclose(y, rows, atol=1e-6) and not torch.allclose(y, plain, atol=1e-2)
-    parts = []
+    output = attend(queries.q, queries.k, queries.v, True)
+    keys, values = decoded_keys_and_values(queries, parse_codec("int4")).split(2, dim=2)
+    assert torch.allclose(output, attend(queries.q, keys, values, False), atol=1e-6)
+    uncompressed = attend(queries.q, queries.k, queries.v, False)
+    assert not torch.allclose(output, uncompressed, atol=1e-2)
+
+
+def test_gradients_of_keys_and_values_are_encoded_by_rank(queries: Queries) -> None:
+    """Each rank's gradient, of the rows that it computes, is encoded before the sum."""
+    layers.attach(Exchange(setting_of("int4,,int5-cp")))
+    output = attend(queries.q, queries.k, queries.v, True)
+    keys, values = torch.autograd.grad(output, (queries.k, queries.v), queries.grad)
+    decoded = decoded_keys_and_values(queries, parse_codec("int4")).requires_grad_()
+    expected_output = attend(queries.q, *decoded.split(2, dim=2), False)
+    of_ranks = []
     for rank in range(4):
-        mine = torch.zeros(16, dtype=torch.bool)
-        for number in chunks_of(rank, 4):
-            mine[2 * number : 2 * number + 2] = True
-        part = torch.where(mine.repeat(3)[:, None], grad, 0)
-        parts.append(torch.autograd.grad(rows, sent, part, retain_graph=True)[0].view(-1, 128))
-    expected = back.decode_sum(back.encode(torch.stack(parts))[:, None], (48, 128), torch.float32)
-    keys, values = torch.autograd.grad(y, (k, v), grad)
-    assert torch.allclose(torch.cat([keys, values], dim=2).view(48, 128), expected[0], atol=1e-5)
+        is_of_rank = torch.zeros(16, dtype=torch.bool)
+        for chunk in chunks_of(rank, 4):
+            is_of_rank[2 * chunk : 2 * chunk + 2] = True
+        grad = torch.where(is_of_rank.repeat(3)[:, None], queries.grad, 0)
+        [gradient] = torch.autograd.grad(expected_output, decoded, grad, retain_graph=True)
+        of_ranks.append(gradient.view(-1, 128))
+    codec = parse_codec("int5")
+    payloads = codec.encode(torch.stack(of_ranks))[:, None]
+    expected = codec.decode_sum(payloads, (48, 128), torch.float32)[0]
+    assert torch.allclose(torch.cat([keys, values], dim=2).view(48, 128), expected, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -152,48 +229,83 @@ def tokens(tmp_path_factory) -> dict[str, str]:
     return {name: str(folder / name) for name in ("train", "valid")}
 
 
-def test_data_parallel_weights_follow_the_masters(tokens):
-    """Ranks hold bf16, which their codec changes towards the fp32 masters; without codecs nothing moves."""
-    config = ModelConfig(
-        vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.float32
-    )
-    trainer = Trainer(
-        GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=8, batch=4, warmup=2)
-    )
-    losses, weights = {}, {}
+def small_trainer(tokens: dict[str, str], dtype: torch.dtype, steps: int, batch: int) -> Trainer:
+    """A trainer of a model of one layer."""
+    config = ModelConfig(vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=dtype)
+    schedule = Schedule(steps=steps, batch=batch, warmup=2)
+    return Trainer(GPT(config), Corpus(tokens, 16, "cpu", 160), schedule)
+
+
+@dataclass
+class Trained:
+    """What a training has left."""
+
+    losses: list[float]
+    weights: Tensor
+    """All of them, flat."""
+
+
+@pytest.fixture(scope="module")
+def trained(tokens) -> dict[str, Trained]:
+    """Eight data-parallel steps under several settings, from the same weights."""
+    trainer = small_trainer(tokens, torch.float32, steps=8, batch=4)
+    result = {}
     for name in ("none", "int8,,none-dp", "int8,,int8-dp", "none,,int4-dp"):
         trainer.start(3)
-        losses[name] = trainer.run(setting_of(name), 8, 3)["losses"]
-        weights[name] = torch.cat(
-            [parameter.detach().flatten() for parameter in trainer.model.parameters()]
-        )
-    exact = weights["none"]
-    error = {name: float((own - exact).norm() / exact.norm()) for name, own in weights.items()}
-    assert losses["none,,int4-dp"][0] == pytest.approx(losses["none"][0], rel=1e-3)
-    assert not error.pop("none") and all(0 < one < 0.004 for one in error.values()), (
-        "as bf16 rounds"
-    )
-    for name, own in weights.items():
-        assert torch.equal(own, own.bfloat16().float()) == ("int8-dp" in name or "int4-dp" in name)
+        losses = trainer.run(setting_of(name), 8, 3)["losses"]
+        weights = [parameter.detach().flatten() for parameter in trainer.model.parameters()]
+        result[name] = Trained(losses, torch.cat(weights))
+    return result
 
 
-def test_a_run_repeats_and_a_continuation_is_its_end(tokens, tmp_path):
-    config = ModelConfig(
-        vocabulary=64, layers=1, hidden=64, heads=2, sequence=16, dtype=torch.bfloat16
-    )
-    trainer = Trainer(
-        GPT(config), Corpus(tokens, 16, "cpu", 160), Schedule(steps=6, batch=2, warmup=2)
-    )
-    setting, runs = setting_of("int4:group=64"), []
+@pytest.mark.parametrize("name", ["int8,,none-dp", "int8,,int8-dp", "none,,int4-dp"])
+def test_compressed_data_parallel_weights_stay_close(trained, name: str) -> None:
+    """As close to the uncompressed training's as bf16 rounds."""
+    exact = trained["none"].weights
+    error = float((trained[name].weights - exact).norm() / exact.norm())
+    assert 0 < error < 0.004
+
+
+@pytest.mark.parametrize(
+    ("name", "is_bf16"),
+    [("none", False), ("int8,,none-dp", False), ("int8,,int8-dp", True), ("none,,int4-dp", True)],
+)
+def test_ranks_with_compressed_weights_hold_bf16(trained, name: str, is_bf16: bool) -> None:
+    weights = trained[name].weights
+    assert torch.equal(weights, weights.bfloat16().float()) == is_bf16
+
+
+def test_the_first_loss_with_compressed_weights_is_the_uncompressed_one(trained) -> None:
+    first = trained["none"].losses[0]
+    assert trained["none,,int4-dp"].losses[0] == pytest.approx(first, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def repeated(tokens, tmp_path_factory) -> tuple[list[dict], dict]:
+    """Two runs of six steps from one seed, and the last three steps from a checkpoint of the second."""
+    checkpoint = tmp_path_factory.mktemp("checkpoint") / "half.pt"
+    trainer = small_trainer(tokens, torch.bfloat16, steps=6, batch=2)
+    setting = setting_of("int4:group=64")
+    runs = []
     for _ in range(2):
         trainer.start(3)
-        runs.append(trainer.run(setting, 6, 3, save={3: tmp_path / "half.pt"}))
-        runs[-1].pop("seconds_per_step")
-    assert runs[0] == runs[1] and runs[0]["losses"][-1] < runs[0]["losses"][0]
-    trainer.load(tmp_path / "half.pt")
-    end = trainer.run(setting, 3, 3)
-    assert end["losses"] == runs[0]["losses"][3:]
-    assert end["valid"] == runs[0]["valid"]
+        run = trainer.run(setting, 6, 3, save={3: checkpoint})
+        del run["seconds_per_step"]
+        runs.append(run)
+    trainer.load(checkpoint)
+    return runs, trainer.run(setting, 3, 3)
+
+
+def test_a_run_repeats_to_the_bit(repeated) -> None:
+    [first, second], _ = repeated
+    assert first == second
+    assert first["losses"][-1] < first["losses"][0]
+
+
+def test_a_continuation_is_the_end_of_its_run(repeated) -> None:
+    [run, _], end = repeated
+    assert end["losses"] == run["losses"][3:]
+    assert end["valid"] == run["valid"]
 
 
 def _record(name: str, seed: int, valid: float, kind: str = "ending") -> dict:
@@ -207,20 +319,69 @@ def _record(name: str, seed: int, valid: float, kind: str = "ending") -> dict:
     return record | {"kind": kind, "size": "tiny", "valid": valid}
 
 
-def test_the_table_compares_runs_of_a_seed(tmp_path):
-    records = [_record("none", seed, valid, "scratch") for seed, valid in ((0, 2.0), (1, 4.0))]
-    records += [_record("taco", 0, 2.02), _record("taco", 1, 4.12)]
-    records.append(_record("taco", 7, 9.0))  # without a partner
-    assert results.differences(records) == {"taco": {0: approx(1.0), 1: approx(3.0)}}
-    path, kept = tmp_path / "results-0.jsonl", tmp_path / "kept.json"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"id": "half a li')
-    kept.write_text(json.dumps({"records": records}))
-    text = results.tables(results.load([path, path]))
+def records_of_two_seeds() -> list[dict]:
+    """Uncompressed runs of seeds 0 and 1, taco's of these, and taco's of a seed without a partner."""
+    return [
+        _record("none", 0, 2.0, "scratch"),
+        _record("none", 1, 4.0, "scratch"),
+        _record("taco", 0, 2.02),
+        _record("taco", 1, 4.12),
+        _record("taco", 7, 9.0),
+    ]
+
+
+def test_runs_are_compared_with_those_of_their_seed() -> None:
+    differences = results.differences(records_of_two_seeds())
+    assert differences == {"taco": {0: approx(1.0), 1: approx(3.0)}}
+
+
+def test_the_table_has_the_mean_and_its_interval() -> None:
+    text = results.tables(records_of_two_seeds())
     assert "| taco | 8.50 | +1.000, +3.000 | +2.000 ± 1.000 | -10.71 … +14.71 |" in text
-    assert text == results.tables(results.load([kept]))
-    published = Path(__file__).parents[2] / "docs" / "results" / "accuracy"
-    for file in published.glob("*.json"):
-        assert results.tables(results.load([file])).count("\n| ") > 1, file
+
+
+def test_a_single_seed_has_no_interval() -> None:
+    assert results.estimate([1.0]) == ("+1.000", "")
+
+
+def test_a_line_that_is_being_written_is_read_over(tmp_path: Path) -> None:
+    records = records_of_two_seeds()
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "results-0.jsonl").write_text(lines + '{"id": "half a li')
+    assert results.load([tmp_path / "results-0.jsonl"]) == records
+
+
+def test_of_records_with_one_id_the_last_counts(tmp_path: Path) -> None:
+    earlier = _record("taco", 0, 3.0)
+    later = _record("taco", 0, 2.0)
+    (tmp_path / "kept.json").write_text(json.dumps({"records": [earlier, later]}))
+    assert results.load([tmp_path / "kept.json"]) == [later]
+
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "results" / "accuracy"
+
+
+@pytest.mark.parametrize("file", sorted(PUBLISHED.glob("*.json")), ids=lambda file: file.stem)
+def test_published_records_make_a_table(file: Path) -> None:
+    assert results.tables(results.load([file])).count("\n| ") > 1
+
+
+@pytest.mark.parametrize("flag", ["size", "steps", "corpus-mb"])
+def test_a_folder_of_other_runs_is_refused(tmp_path: Path, flag: str) -> None:
+    """Names of runs do not say their model, length and text, so they would pass for these."""
+    words = {"size": "tiny", "steps": "8", "corpus-mb": "1"}
+    changed = words | {flag: {"size": "350m", "steps": "9", "corpus-mb": "2"}[flag]}
+
+    def arguments(values: dict[str, str]) -> Namespace:
+        flags = [word for name, value in values.items() for word in (f"--{name}", value)]
+        return run.parse(["--work-dir", str(tmp_path), *flags])
+
+    run.claim(arguments(words))
+    run.claim(arguments(words))
+    with pytest.raises(
+        SystemExit, match=rf"its runs are of --{flag} .*; give the same, or another"
+    ):
+        run.claim(arguments(changed))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
