@@ -36,8 +36,6 @@ from megatron.compression.frontends.megatron_lm.model_alone import built_model  
 from megatron.compression.huggingface import models, weights  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
 COPIED = (".json", ".txt", ".model", ".jinja")
 """Files of --like that an export copies: config, tokenizer, chat template."""
 
