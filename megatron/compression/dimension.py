@@ -1,13 +1,10 @@
 """What every dimension of parallelism has in common: its settings, and what it attaches to a model."""
 
-import contextlib
 import math
-import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +15,6 @@ from megatron.compression.codecs.recipes import expand
 from megatron.compression.communication.policy import Rule
 from megatron.compression.communication.site import Run
 from megatron.compression.errors import (
-    CompressionConfigError,
     SettingError,
     argument,
     refused_for,
@@ -26,10 +22,7 @@ from megatron.compression.errors import (
     spelled,
 )
 from megatron.compression.names import (
-    FLAG_NAMES,
-    FLAGS,
     PYTHON_NAMES,
-    Names,
     Parallelism,
 )
 
@@ -307,43 +300,3 @@ class SentOnce(ActivationConfig):
             f"{traffic}forward": Rule(self.forward_codec, self.min_bytes, start_iteration=start),
             f"{traffic}backward": Rule(self.backward_codec, self.min_bytes, start_iteration=start),
         }
-
-
-def _arguments() -> dict[str, str]:
-    """Flag, or flag and second value -> the argument that is the same in Python; longer ones first."""
-    found = {"--taco": "TensorParallelConfig(compression='taco')"}
-    for flag, paths in FLAGS.items():
-        for path in paths:
-            part, _, name = path.rpartition(".")
-            second = f" {name.upper()}" if path != paths[0] else ""
-            owner = part.title().replace("_", "") if part else "Compression"
-            found[flag + second] = name if name == "min_mb" else f"{owner}Config.{name}"
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
-
-
-ARGUMENTS = _arguments()
-
-
-@contextlib.contextmanager
-def renaming(names: Mapping[str, str], spelling: Names | None = None) -> Iterator[None]:
-    """Put other names into what a ``CompressionConfigError`` says, the first that matches first; a
-    ``SettingError`` has its own way, ``spelling``."""
-    try:
-        yield
-    except CompressionConfigError as error:
-        if spelling is not None:
-            error.names = spelling
-            if isinstance(error, SettingError):
-                raise
-        text = str(error)
-        for old, new in names.items():
-            text = re.sub(rf"(?<![\w.-]){re.escape(old)}(?![\w-])", new, text)
-        raise CompressionConfigError(text) from None
-
-
-naming_arguments = partial(renaming, ARGUMENTS, PYTHON_NAMES)
-"""Has what is refused name arguments, for who gives no flags."""
-naming_flags = partial(
-    renaming, {argument: flag for flag, argument in ARGUMENTS.items()}, FLAG_NAMES
-)
-"""Has what ``naming_arguments`` refuses name flags again, for who gives them."""

@@ -144,16 +144,6 @@ def refused_for(path: str) -> Iterator[None]:
         raise SettingError(path, None, f": {error.args[0]}") from None
 
 
-@contextlib.contextmanager
-def naming(flag: str) -> Iterator[None]:
-    """Put the flag that a setting came from before what is wrong with it, unless a flag is named there."""
-    try:
-        yield
-    except CompressionConfigError as error:
-        text = str(error)
-        raise CompressionConfigError(text if text.startswith("--") else f"{flag}: {text}") from None
-
-
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage of hundreds of flags."""
 

@@ -276,7 +276,7 @@ class Session:
     def describe(self) -> None:
         """Log what travels how."""
         if self.host.arguments is not None:
-            for line in self.config.describe(self.host.arguments):
+            for line in self.config.describe(self.host.arguments, self.host.names):
                 self.host.log(f"compression: {line}")
 
     def refuse_missing_calls(self, *_: object) -> None:

@@ -80,8 +80,8 @@ def test_a_field_of_several_parts_is_set_where_one_sets_it() -> None:
     )
     assert settings.use_megatron_fsdp and settings.num_experts == 8
     assert settings.expert_tensor_parallel_size == 2, "as Megatron's arguments"
-    assert names["--num-experts"] == "cfg.model.num_moe_experts"
-    assert names["--use-megatron-fsdp"] == "cfg.dist.use_megatron_fsdp"
+    assert names["num_experts"] == "cfg.model.num_moe_experts"
+    assert names["use_megatron_fsdp"] == "cfg.dist.use_megatron_fsdp"
 
 
 @pytest.mark.parametrize(

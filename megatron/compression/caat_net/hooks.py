@@ -19,7 +19,7 @@ from megatron.compression.caat_net.layers import (
 )
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.dimension import Dimension
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import SettingError
 from megatron.compression.patches import symbols
 from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, cut_without_mark
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
@@ -59,8 +59,8 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
     for path, module in chunk.named_modules():
         communicates = isinstance(module, (*_CLASSES, ColumnParallelLinear, RowParallelLinear))
         if communicates and getattr(module, "site", None) is None:
-            raise CompressionConfigError(
-                f"--caat-net-sync-fraction does not cover {path}; drop the flag"
+            raise SettingError(
+                "caat_net.sync_fraction", None, f"does not cover {path}", "drop the flag"
             )
         if type(module) in _CLASSES:
             symbols.change_class(module, _CLASSES[type(module)])
@@ -83,9 +83,11 @@ def _check_layers(chunk: torch.nn.Module) -> None:
                 isinstance(module, PartialRowParallelLinear) for module in layer.modules()
             )
             if partial != 2:
-                raise CompressionConfigError(
-                    f"--caat-net-sync-fraction covers layers of one attention and one dense MLP, not {path}; "
-                    "drop the flag, or the one that chose such a layer (--spec?)"
+                raise SettingError(
+                    "caat_net.sync_fraction",
+                    None,
+                    f"covers layers of one attention and one dense MLP, not {path}",
+                    "drop the flag, or the one that chose such a layer (--spec?)",
                 )
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression.communication.site import Run, enclosing_layer, layer_name, site_name
 from megatron.compression.dimension import Dimension
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import SettingError
 from megatron.compression.expert_parallel.exchange import (
     OTHER,
     SHARED_EXPERTS,
@@ -78,7 +78,9 @@ class ExpertParallel(Dimension):
             compressed = _compressed_class(type(dispatcher))
             if compressed is None:
                 if self.config.enabled and (reason := self.refusal([chunk])):
-                    raise CompressionConfigError(f"--ep-compression cannot compress {reason}")
+                    raise SettingError(
+                        self.config.path("compression"), None, f"cannot compress {reason}"
+                    )
                 continue
             number = enclosing_layer(path, layer_numbers)
             name = site_name(path, number)

@@ -7,7 +7,6 @@ Nothing of Megatron-Bridge is imported: the container and the callback's context
 """
 
 import json
-import re
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -19,10 +18,10 @@ import torch.distributed as dist
 
 from megatron.compression.codecs.registry import settings_of
 from megatron.compression.config import CompressionConfig
-from megatron.compression.dimension import naming_flags, print_on_first_rank, renaming
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.dimension import print_on_first_rank
+from megatron.compression.errors import CompressionConfigError, SettingError, spelled
 from megatron.compression.files import read_json, write_whole
-from megatron.compression.names import FLAG_NAMES, FLAGS, Names
+from megatron.compression.names import FLAG_NAMES, PARALLELISMS, PYTHON_NAMES, Names
 from megatron.compression.patches import gaps
 from megatron.compression.report import check_report_directory, track
 from megatron.compression.session import STATE, Host, Session
@@ -60,7 +59,7 @@ def attach(
 
     Raises: CompressionConfigError: an impossible setting; a compressor of gradients with a memory.
     """
-    with renaming(OUR_NAMES), naming_flags():
+    with spelled(NAMES):
         for name, spec in (("tensor", tp), ("data", dp), ("pipeline", pp), ("expert", ep)):
             first, second = (spec, None) if isinstance(spec, str) else spec
             kind: Any = settings_of(CompressionConfig)[f"{name}_parallel"].type
@@ -87,17 +86,20 @@ def attach(
     return BridgeCompression(cfg, config)
 
 
-def _our_names() -> dict[str, str]:
-    """Flag, or flag and second value -> the argument of ``attach``."""
-    found = {"--taco": "tp"}
-    for flag, paths in FLAGS.items():
-        short = re.sub(r"^--(compression-)?|-compression$", "", flag).replace("-", "_")
-        found |= {f"{flag} {path.rpartition('.')[2].upper()}": f"{short}[1]" for path in paths[1:]}
-        found[flag] = short
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[0])))
+def _names_of_settings() -> dict[str, str]:
+    """Path of a setting -> the argument of ``attach``."""
+    names = {path: path for path in FLAG_NAMES.settings if "." not in path}
+    for kind in PARALLELISMS.values():
+        argument = kind.traffic.removesuffix(".")
+        names[f"{kind.name}.compression"] = argument
+        names[f"{kind.name}.{kind.second}"] = f"{argument}[1]"
+    names["data_parallel.outer"] = "dp outer="
+    names["tensor_parallel.min_mb"] = "min_mb"
+    return {**PYTHON_NAMES.settings, **names}
 
 
-OUR_NAMES = _our_names()
+NAMES = Names(_names_of_settings())
+"""What the user of ``attach`` types; Megatron's arguments are the container's fields, see ``check``."""
 
 
 def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
@@ -105,7 +107,7 @@ def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
 
     A field that several parts have is set if one of them sets it.
 
-    Returns: the settings; by Megatron's flag the field (``--seq-length`` -> cfg.model.seq_length).
+    Returns: the settings; by Megatron's argument the field (``seq_length`` -> cfg.model.seq_length).
     """
     settings: dict[str, Any] = {"data_parallel_size": cfg.data_parallel_size}
     places: dict[str, str] = {}
@@ -119,10 +121,7 @@ def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
         settings[name], places[name] = settings[field], places[field]
     if not settings.get("expert_tensor_parallel_size"):
         settings["expert_tensor_parallel_size"] = settings["tensor_model_parallel_size"]
-    flags = {
-        f"--{name.replace('_', '-')}": place for name, place in places.items() if name[0] != "_"
-    }
-    return Namespace(**settings), flags
+    return Namespace(**settings), places
 
 
 def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Namespace]:
@@ -132,15 +131,18 @@ def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Names
 
     Raises: CompressionConfigError: what cannot be honoured, by the container's fields and our arguments.
     """
-    settings, names = megatron_settings(cfg)
-    with renaming(OUR_NAMES | names), naming_flags():
+    settings, fields = megatron_settings(cfg)
+    with spelled(Names(NAMES.settings, fields)):
         if cfg.dist.use_decentralized_pg:
             raise CompressionConfigError(
                 "cfg.dist.use_decentralized_pg has groups not covered here; drop it"
             )
         if config.tensor_parallel.enabled and settings.tp_comm_overlap:
-            raise CompressionConfigError(
-                "--tp-comm-overlap was set after bridge.attach; set it before that"
+            raise SettingError(
+                "args.tp_comm_overlap",
+                None,
+                "was set after bridge.attach",
+                "set it before that",
             )
         config = replace(config, data_parallel=config.data_parallel.resolved(settings))
         config.check(settings)
@@ -155,7 +157,7 @@ class BridgeHost(Host):
         arguments: the container's values as Megatron's arguments.
     """
 
-    names = Names(dict(FLAG_NAMES.settings, **{"tensor_parallel.min_mb": "min_mb"}))
+    names = NAMES
 
     def __init__(self, cfg: Any, arguments: Namespace) -> None:
         self.cfg = cfg
@@ -212,13 +214,13 @@ class BridgeCompression:
             self.compression.close()
         self._host = BridgeHost(self.cfg, arguments)
         self.compression = Session(self.config, self._host)
-        with renaming(OUR_NAMES), naming_flags():
+        with spelled(NAMES):
             self.compression.open()
             self.compression.describe()
             return self.compression.attach_model(chunks)
 
     def _attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        with renaming(OUR_NAMES), naming_flags():
+        with spelled(NAMES):
             return self._session.attach_wrapped(chunks)
 
     @property

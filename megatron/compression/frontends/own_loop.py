@@ -15,8 +15,9 @@ import torch
 
 from megatron.compression import repetition
 from megatron.compression.config import CompressionConfig
-from megatron.compression.dimension import naming_arguments, print_on_first_rank
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.dimension import print_on_first_rank
+from megatron.compression.errors import CompressionConfigError, spelled
+from megatron.compression.names import PYTHON_NAMES
 from megatron.compression.patches import gaps
 from megatron.compression.session import Host, Session
 
@@ -43,7 +44,7 @@ class OwnLoop(Host):
         return self._train_iters
 
 
-@naming_arguments()
+@spelled(PYTHON_NAMES)
 def attach(
     chunks: list[torch.nn.Module],
     config: CompressionConfig,

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 
 from megatron.compression.codecs import Codec
 from megatron.compression.communication import Decision, Run, Work
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, setting
 from megatron.compression.pipeline_parallel.config import message_bytes
 
 FORWARD, BACKWARD = "pp.forward", "pp.backward"
@@ -109,7 +109,7 @@ class PipelineExchange:
         if communicator.config.use_ring_exchange_p2p:
             raise CompressionConfigError(
                 "pipeline compression does not reach torch.distributed.ring_exchange; set "
-                "use_ring_exchange_p2p to False, or drop --pp-compression"
+                f"use_ring_exchange_p2p to False, or drop {setting('pipeline_parallel.compression')}"
             )
         shapes = (tensor_shape, tensor_shape)
         if communicator.config.variable_seq_lengths or communicator.config.mtp_standalone:

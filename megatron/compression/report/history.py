@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import SettingError
 from megatron.compression.files import parse_json, read_json
 from megatron.compression.report.figures import summarize
 
@@ -24,26 +24,28 @@ def check_report_directory(directory: str | None, resuming: bool) -> None:
         resuming: whether an earlier part of this run may be there.
 
     Raises:
-        CompressionConfigError: the folder is a file, cannot be made or written to, or holds another run's
+        SettingError: the folder is a file, cannot be made or written to, or holds another run's
             history.
     """
     if directory is None:
         return
     path = Path(directory)
     if path.exists() and not path.is_dir():
-        raise CompressionConfigError(f"--compression-report {directory} is a file; name a folder")
+        raise SettingError("report", directory, "is a file", "name a folder")
     if (path / HISTORY_FILE).exists() and not resuming:
-        raise CompressionConfigError(
-            f"--compression-report {directory} already holds a run's report; name another folder or "
-            "remove it"
+        raise SettingError(
+            "report",
+            directory,
+            "already holds a run's report",
+            "name another folder or remove it",
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"x")
     except OSError as error:
-        raise CompressionConfigError(
-            f"--compression-report {directory} cannot be written ({error.strerror}); name another folder"
+        raise SettingError(
+            "report", directory, f"cannot be written ({error.strerror})", "name another folder"
         ) from error
 
 

@@ -27,7 +27,7 @@ from megatron.compression.communication.site import (
     site_name,
 )
 from megatron.compression.dimension import Dimension
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, SettingError
 from megatron.compression.patches import communication, running, symbols
 from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import HALVES, TensorParallelConfig
@@ -133,7 +133,9 @@ class TensorParallel(Dimension):
         # Without compression such a layer is not counted: the audit of the first iteration says so.
         if self.config.enabled:
             for path, reason in _uncovered(chunk):
-                raise CompressionConfigError(f"--tp-compression cannot compress {path}: {reason}")
+                raise SettingError(
+                    self.config.path("compression"), None, f"cannot compress {path}: {reason}"
+                )
         for path, module in communicating(chunk):
             if why_not_covered(module) is None:
                 self._engine.follow_engine()

@@ -8,9 +8,8 @@ from megatron.training.training import num_floating_point_operations
 
 from megatron.compression import flags
 from megatron.compression.caat_net.config import check_checkpoint
-from megatron.compression.config import CompressionConfig
+from megatron.compression.config import CompressionConfig, names_on_command_line
 from megatron.compression.frontends.megatron_lm import checks
-from megatron.compression.names import FLAG_NAMES
 from megatron.compression.report import check_report_directory, megatron_seconds, megatron_track
 from megatron.compression.session import Host
 
@@ -50,11 +49,11 @@ LOG = Log()
 class MegatronLoop(Host):
     """Megatron-LM's training loop, by its arguments, which the loop goes on changing."""
 
-    names = FLAG_NAMES
     broadcasts_batch = True
 
     def __init__(self, args: Namespace) -> None:
         self.arguments = args
+        self.names = names_on_command_line(args)
         self.log_interval = args.log_interval
         self.iteration = self._current_iteration
 
