@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import Run, pretrain, tiny_flags
-from tests.distributed.test_matrix import check_replicas
+from tests.distributed.test_matrix import check_copies
 
 ITERATIONS = 4
 HALF = ("--caat-net-sync-fraction", "0.5")
@@ -47,7 +47,7 @@ def test_it_trains_and_evaluates(runs) -> None:
     assert (
         "CAAT-Net sums 16 of 32 channels of each row-parallel output over 2 ranks" in plain.output
     )
-    check_replicas(plain)
+    check_copies(plain)
 
 
 PIPELINE = (
@@ -65,7 +65,7 @@ def test_layouts_train_the_same_function(runs, layout: str) -> None:
     """Virtual pipeline stages, data parallelism, recomputation, accumulation: the same losses."""
     plain, flags, _ = runs
     run = train(*flags, *layout.split(), ranks=4)
-    check_replicas(run)
+    check_copies(run)
     assert run.losses == pytest.approx(plain.losses, rel=2e-6)
 
 

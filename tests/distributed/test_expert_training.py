@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import UNKNOWN, Run, go_back_to, pretrain, tiny_flags
-from tests.distributed.test_matrix import check_replicas
+from tests.distributed.test_matrix import check_copies
 
 EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
     --swiglu --normalization RMSNorm --expert-model-parallel-size 2 --moe-router-load-balancing-type aux_loss
@@ -162,7 +162,7 @@ def test_the_shape_of_deepseek() -> None:
     run = train(DEEPSEEK, "--tp-compression int8 --compression-min-mb 0", ranks=2)
     assert run.losses == pytest.approx(plain.losses, rel=0.003) and run.losses != plain.losses
     assert run.losses[3] < run.losses[1] - 0.2
-    check_replicas(dense(run))
+    check_copies(run)
     for traffic in ("tp.forward", "tp.backward"):
         rows = [row for row in run.ranks[0].ledger if row["traffic"] == traffic]
         assert {row["kind"] for row in rows} == {"compressed"}
@@ -212,4 +212,4 @@ def test_all_five_kinds_of_parallelism() -> None:
             row for row in run.ranks[0].ledger if row["traffic"] == traffic and row["sent_bytes"]
         ]
         assert {row["kind"] for row in rows} == {"compressed"}
-    check_replicas(dense(run), tied=True)
+    check_copies(run, tied=True)

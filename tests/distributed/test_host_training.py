@@ -6,7 +6,7 @@ import re
 import signal
 
 from tests.distributed.launch import go_back_to, pretrain, start, tiny_flags
-from tests.distributed.test_matrix import check_replicas
+from tests.distributed.test_matrix import check_copies
 
 TENSOR = ("--tensor-model-parallel-size", "2")
 
@@ -15,7 +15,7 @@ def test_resume_is_bitwise(tmp_path):
     """With dropout: the resumed run must draw the masks that the uninterrupted one drew."""
     flags = tiny_flags(*TENSOR, "--bf16", "--hidden-dropout", "0.3", "--ckpt-format", "torch")
     whole = pretrain(*flags, "--save", str(tmp_path), "--save-interval", "2")
-    check_replicas(whole)  # they are alike only where both ranks drop the same activations
+    check_copies(whole)  # they are alike only where both ranks drop the same activations
     go_back_to(2, tmp_path)
     resumed = pretrain(*flags, "--load", str(tmp_path))
 

@@ -20,7 +20,7 @@ from tests.distributed.launch import (
     torchrun,
 )
 from tests.distributed.spawn import spawn
-from tests.distributed.test_matrix import check_channels, check_replicas
+from tests.distributed.test_matrix import check_channels, check_copies
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 WAYS = "tests/distributed/ways_in"
@@ -59,7 +59,7 @@ def test_an_unedited_entrypoint(layout: str) -> None:
     assert theirs.losses == ours.losses and len(ours.losses) == 3
     assert theirs.parameters == ours.parameters
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
-    check_replicas(theirs, tied=True)
+    check_copies(theirs, tied=True)
     check_channels(theirs, COMPRESSED[layout])
 
 
@@ -71,7 +71,7 @@ def test_an_unedited_entrypoint_with_a_model_provider() -> None:
     theirs = train(layout, script, through="megatron/compression/__main__.py")
     assert theirs.losses == pytest.approx(ours.losses, rel=2e-3) and len(theirs.losses) == 3
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
-    check_replicas(theirs, tied=True)
+    check_copies(theirs, tied=True)
 
 
 def test_two_lines() -> None:
