@@ -12,8 +12,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.compression.codecs import Codec
+from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.communication import CommSite, Ledger, Policy, Rule, Run
+from megatron.compression.tensor_parallel.functions import (
+    DeferredWeightGradient,
+    column_parallel_linear,
+    row_parallel_linear,
+)
+from megatron.compression.tensor_parallel.halves import Block, interleave
 from tests.unit.test_overlap import leaves, mlp_loss
 
 OURS = str(Path(__file__).parents[2] / "megatron" / "compression" / "communication")
@@ -125,6 +131,79 @@ def test_an_all_reduce_is_little_more_than_its_codec_and_its_exchanges(
     assert operations.seen.total() - calls <= 6, operations.seen
     found = {row["operation"]: row["sent_bytes"] for row in site.run.ledger.rows()}
     assert found == sent | {"instead_of_all_reduce": 0}
+
+
+class RankZero(Ranks):
+    """One that knows which of them it is."""
+
+    def rank(self) -> int:
+        return 0
+
+
+class HalvedMlp(torch.nn.Module):
+    """fc1, a nonlinearity and fc2 of two ranks, over an exact codec."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codec = parse_codec("identity")
+        ledger = Ledger()
+        policy = Policy({"tp.forward": Rule(codec), "tp.backward": Rule(codec)}, ledger)
+        site = CommSite("layer", RankZero(2), Run(policy, ledger))
+        self.norm = torch.nn.LayerNorm(8)
+        self.first = SiteLinear(column_parallel_linear, site)
+        self.second = SiteLinear(row_parallel_linear, site)
+        self.first.deferred = self.second.deferred = DeferredWeightGradient(self.second)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.second(self.first(x).tanh()), None
+
+
+class SiteLinear(torch.nn.Module):
+    """A tensor-parallel layer that asks its site as ours do."""
+
+    def __init__(self, function, site: CommSite) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(8))
+        self.function = function
+        self.site = site
+        self.deferred: DeferredWeightGradient | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.function is column_parallel_linear:
+            messages = self.site.pair(None, "tp.backward", x.nbytes)
+            assert messages.compressed
+            return column_parallel_linear(x, self.weight, None, messages, False, self.deferred)
+        messages = self.site.pair("tp.forward", None, x.nbytes)
+        assert messages.compressed
+        return row_parallel_linear(x, self.weight, messages, False, self.deferred)
+
+
+def test_a_block_of_one_half_enters_few_python_frames() -> None:
+    """Of ours, forward and backward, codec and exchanges included: the host launches twice as many blocks."""
+    layers = [HalvedMlp() for _ in range(4)]
+    blocks = [Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in layers for _ in range(2)]
+    frames: list[str] = []
+
+    def run() -> None:
+        halves = [torch.ones(4, 1, 8, requires_grad=True) for _ in range(2)]
+        first, second = interleave(blocks, halves)
+        (first.sum() + second.sum()).backward()
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        path = frame.f_code.co_filename
+        ours = "/megatron/compression/" in path and "/patches/" not in path
+        if event == "call" and ours:
+            frames.append(frame.f_code.co_qualname)
+
+    run()
+    gc.disable()
+    sys.setprofile(enter)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    assert 100 < len(frames) / len(blocks) <= 130, Counter(frames)
 
 
 def test_a_backward_makes_no_placeholder_anew() -> None:
