@@ -32,13 +32,27 @@ CASES: dict[str, tuple[dict, dict]] = {
     "core attention recomputed": ({"codec": "identity"}, dict(recompute_granularity="selective")),
     "llama": ({"codec": "identity"}, dict(QWEN, qk_layernorm=False)),
     "fp32 residual": ({"codec": "none"}, dict(fp32_residual_connection=True)),
+    "fp32 residual of bf16, sequence parallel": (
+        {"codec": "none"},
+        dict(SP, fp32_residual_connection=True),
+    ),
     "frozen": ({"codec": "none"}, SP),
     "lossless": ({"codec": "lossless", "layers": "0"}, {}),
     "int6": ({"codec": "int6"}, {}),
     "int6, two codecs, sequence parallel": ({"codec": "int6/int8", "layers": "0"}, SP),
 }
-"""Name: settings of ``run_with`` and of the model. Of int6 results are close, else equal to rounding."""
-LOSSY = ("int6", "int6, two codecs, sequence parallel")
+"""Name: settings of ``run_with`` and of the model. Results are equal to rounding, of LOSSY close."""
+LOSSY = (
+    "int6",
+    "int6, two codecs, sequence parallel",
+    "fp32 residual of bf16, sequence parallel",
+)
+DTYPES = {
+    "lossless": torch.float32,
+    "fp32 residual": torch.float32,
+    "fp32 residual of bf16, sequence parallel": torch.bfloat16,
+}
+"""Types of the parameters, where they are not fp64."""
 SECOND_MASK = 5
 
 
@@ -47,7 +61,7 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
     from megatron.core import tensor_parallel
 
     settings, changes = CASES[case]
-    dtype = torch.float32 if case in ("lossless", "fp32 residual") else torch.float64
+    dtype = DTYPES.get(case, torch.float64)
     run = run_with(**settings)
     model = build_tiny_gpt(rank, world_size, run, dtype, **changes)
     prepare(model)
