@@ -30,7 +30,8 @@ from megatron.compression.tensor_parallel.layers import (
 )
 
 _MARK = "sees_rank_local_data"
-"""Mark of parameters that all tensor-parallel ranks hold in whole, each with the gradient of its own stream."""
+"""Mark of parameters that all tensor-parallel ranks hold in whole, each with the gradient of its
+own stream."""
 
 _CLASSES = {
     CompressedRowParallelLinear: PartialRowParallelLinear,
@@ -40,7 +41,8 @@ _CLASSES = {
 
 
 class CaatNet(Dimension):
-    """Makes the chunks a CAAT-Net where the settings say so; after tensor parallelism is attached."""
+    """Makes the chunks a CAAT-Net where the settings say so; after tensor parallelism is
+    attached."""
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         if self.config.enabled:
@@ -92,8 +94,8 @@ def _check_layers(chunk: torch.nn.Module) -> None:
 
 
 def _share_weight_gradients(chunk: torch.nn.Module) -> None:
-    """Pair each partial output with the column-parallel layer that follows: projection, fc1; fc2, next qkv,
-    which are not of one graph where layers are recomputed."""
+    """Pair each partial output with the column-parallel layer that follows: projection, fc1; fc2,
+    next qkv, which are not of one graph where layers are recomputed."""
     layers = [layer for layer in chunk.decoder.layers if isinstance(layer, TransformerLayer)]
     pairs = [(layer.self_attention.linear_proj, layer.mlp.linear_fc1) for layer in layers]
     if chunk.config.recompute_granularity is None:
@@ -106,9 +108,10 @@ def _share_weight_gradients(chunk: torch.nn.Module) -> None:
 
 
 def _mark_rank_local(chunk: torch.nn.Module) -> None:
-    """Mark the replicated parameters of a GPT model's transformer block: norms, the final one included, and
-    the biases of row-parallel layers. What is cut without Megatron's mark (the softmax's offsets) is no
-    replica, and megatron-core sums the gradients of the norms of queries and keys itself."""
+    """Mark the replicated parameters of a GPT model's transformer block: norms, the final one
+    included, and the biases of row-parallel layers. What is cut without Megatron's mark (the
+    softmax's offsets) is no replica, and megatron-core sums the gradients of the norms of queries
+    and keys itself."""
     cut = cut_without_mark(chunk)
     for name, parameter in chunk.decoder.named_parameters():
         sharded = parameter in cut or getattr(parameter, "tensor_model_parallel", False)
@@ -117,14 +120,15 @@ def _mark_rank_local(chunk: torch.nn.Module) -> None:
 
 
 def _sum_after_finalizing(config: TransformerConfig, ledger: Ledger) -> None:
-    """Let ``config.finalize_model_grads_func``, which Megatron's loop keeps, sum the marked gradients as
-    well. Idempotent."""
+    """Let ``config.finalize_model_grads_func``, which Megatron's loop keeps, sum the marked
+    gradients as well. Idempotent."""
     if not isinstance(config.finalize_model_grads_func, _FinalizeAndSum):
         config.finalize_model_grads_func = _FinalizeAndSum(config.finalize_model_grads_func, ledger)
 
 
 class _FinalizeAndSum:
-    """megatron-core's ``finalize_model_grads``, or another function of the config's, and then the sum."""
+    """megatron-core's ``finalize_model_grads``, or another function of the config's, and then the
+    sum."""
 
     def __init__(self, finalize, ledger: Ledger) -> None:
         self.finalize = finalize or finalize_model_grads

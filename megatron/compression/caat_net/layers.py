@@ -1,17 +1,20 @@
-"""The layers of a CAAT-Net: row-parallel ones synchronise only part of their output (arXiv 2506.19645).
+"""The layers of a CAAT-Net: row-parallel ones synchronise only part of their output.
+
+The method is that of arXiv 2506.19645.
 
 With k = int(p * h) shared channels, W ranks, and rank r's partial sum y_r = x_r A_r and stream z_r:
 
     z_r[:k] = sum_j y_j[:k] + b[:k]                 shared: all-reduced, equal on all ranks
-    z_r[k:] = sqrt(W) * (y_r[k:] + b[k:])           private: one partial sum, at the variance of W of them
+    z_r[k:] = sqrt(W) * (y_r[k:] + b[k:])           private: one partial sum, scaled to the
+                                                    variance of W of them
 
-Each rank has its own residual stream from there on, so that the loss is a function of W streams. Every
-gradient of a stream is the loss's by that rank's stream alone; the adjoint of the formula is
+Each rank has its own residual stream from there on, so that the loss is a function of W streams.
+Every gradient of a stream is the loss's by that rank's stream alone; the adjoint of the formula is
 
     dy_r[:k] = sum_j dz_j[:k],    dy_r[k:] = sqrt(W) * dz_r[k:]
 
-Column-parallel layers therefore reduce nothing: their input gradient already is that of their own stream. The
-streams begin as copies of one embedding, whose gradient is the sum over the ranks.
+Column-parallel layers therefore reduce nothing: their input gradient already is that of their own
+stream. The streams begin as copies of one embedding, whose gradient is the sum over the ranks.
 """
 
 import math
@@ -43,8 +46,8 @@ def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str, private:
         tensor: this rank's addend; it may come to hold the sum.
         site: decides and counts.
         traffic: tp.forward or tp.backward.
-        private: bytes of private channels, which ordinary tensor parallelism would sum as well. They are
-            counted as not sent.
+        private: bytes of private channels, which ordinary tensor parallelism would sum as well.
+            They are counted as not sent.
     """
     decision = site.decide(traffic, tensor.nbytes)
     codec, reason = decision
@@ -63,7 +66,8 @@ def _sum_over_ranks(tensor: torch.Tensor, site: CommSite, traffic: str, private:
 class _PartialRowParallelLinear(torch.autograd.Function):
     """The two blocks of the weight's rows are two GEMMs: an exchange overlaps with the private one.
 
-    Rows of the weight are channels of the output, so the shared channels come out contiguous, as one message.
+    Rows of the weight are channels of the output, so the shared channels come out contiguous, as
+    one message.
     """
 
     @staticmethod
@@ -177,9 +181,10 @@ class _LinearDeferring(torch.autograd.Function):
 
 
 class PartialRowParallelLinear(CompressedRowParallelLinear):
-    """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward: without a
-    codec in fp32 whatever the gradient's dtype. The exchange overlaps with the private channels' GEMMs and
-    the weight gradient ``following``, ordered as in tensor_parallel/functions.py."""
+    """Attention projection or fc2 whose first channels alone are all-reduced, forward and backward:
+    without a codec in fp32 whatever the gradient's dtype. The exchange overlaps with the private
+    channels' GEMMs and the weight gradient ``following``, ordered as in
+    tensor_parallel/functions.py."""
 
     shared_channels: int
     following: DeferredWeightGradient | None = None
@@ -187,14 +192,15 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
     traffic = ("tp.forward", "tp.backward")
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Map ``[s, b, h_in / W]`` to ``[s, b, h_out]``, bias included: it is scaled with the private channels.
+        """Map ``[s, b, h_in / W]`` to ``[s, b, h_out]``, bias included: it is scaled with the
+        private channels.
 
         The bias's gradient is that of this rank's stream.
         """
         weight = self.weight
         exchange = InputGradientExchange()
-        # The shared rows of the weight's gradient need the gradient's sum. They are never added to main_grad
-        # here: no other backward of that weight does so, and DDP's hook adds it.
+        # The shared rows of the weight's gradient need the gradient's sum. They are never added to
+        # main_grad here: no other backward of that weight does so, and DDP's hook adds it.
         unfinished: list[Callable[[], torch.Tensor]] = []
         if self.following is not None:
             self.following.use()  # what is left belongs to another graph
@@ -210,7 +216,8 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
 
 
 class StreamColumnParallelLinear(CompressedColumnParallelLinear):
-    """qkv, fc1 or the output layer of one rank's stream: nothing is communicated, forward or backward."""
+    """qkv, fc1 or the output layer of one rank's stream: nothing is communicated, forward or
+    backward."""
 
     following: DeferredWeightGradient | None = None
     """This layer's, shared with the row-parallel layer before it."""
@@ -227,7 +234,8 @@ class StreamColumnParallelLinear(CompressedColumnParallelLinear):
 
 
 class StreamEmbedding(CompressedLanguageModelEmbedding):
-    """Word and position embeddings, from which every rank's stream begins: their gradient is summed."""
+    """Word and position embeddings, from which every rank's stream begins: their gradient is
+    summed."""
 
     traffic = ("tp.backward",)
 

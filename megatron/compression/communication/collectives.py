@@ -1,10 +1,12 @@
 """The collectives, over a codec or without one; each starts communication and returns its ``Work``.
 
-Over a codec every rank, the owner too, decodes the same payload, so all ranks end with the same bits. Sums
-run in fp32 in the order of the ranks, so a result does not depend on timing. In exchanges of rows (tokens)
-each row is a payload of its own; ``why_not_rows`` says which codecs cannot.
+Over a codec every rank, the owner too, decodes the same payload, so all ranks end with the same
+bits. Sums run in fp32 in the order of the ranks, so a result does not depend on timing. In
+exchanges of rows (tokens) each row is a payload of its own; ``why_not_rows`` says which codecs
+cannot.
 
-A payload is uint8 ``[1, bytes]``, or ``[W, bytes]`` with one row a destination. W is the number of ranks.
+A payload is uint8 ``[1, bytes]``, or ``[W, bytes]`` with one row a destination. W is the number of
+ranks.
 """
 
 import contextlib
@@ -30,7 +32,7 @@ from taco_kernels.common import ceil_div
 class _Pieces(NamedTuple):
     """How an all-reduce divides a tensor into one piece a rank: what depends on its shape alone.
 
-    x of 10 values, 2 ranks, a codec of blocks of 4:   | 0 1 2 3 4 5 6 7 | 8 9 - - - - - - |     6 missing
+    10 values, 2 ranks, blocks of 4:    | 0 1 2 3 4 5 6 7 | 8 9 - - - - - - |    6 missing
     """
 
     codec: Codec
@@ -39,8 +41,8 @@ class _Pieces(NamedTuple):
     missing: int
     """Values after the last one, or slices of the first dimension, that are zeros."""
     rows: tuple[int, ...]
-    """``[W, *shape]``: pieces are flat and a multiple of the codec's block long, or, where the codec sees
-    shapes, as many slices of the first dimension as the others."""
+    """``[W, *shape]``: pieces are flat and a multiple of the codec's block long, or, where the
+    codec sees shapes, as many slices of the first dimension as the others."""
     shape: torch.Size
 
 
@@ -50,8 +52,8 @@ _MOST_SHAPES = 4096
 
 
 def _pieces(x: Tensor, codec: Codec, ranks: int) -> _Pieces:
-    # Not by the codec itself: to hash a dataclass takes the host as long as all else here. ``_Pieces`` holds
-    # the codec, so that no other one gets its identity.
+    # Not by the codec itself: to hash a dataclass takes the host as long as all else here.
+    # ``_Pieces`` holds the codec, so that no other one gets its identity.
     key = id(codec), x.shape, ranks
     pieces = _pieces_by_shape.get(key)
     if pieces is not None:
@@ -78,7 +80,8 @@ def _padded(x: Tensor, pieces: _Pieces) -> Tensor:
 
 
 def cut(x: Tensor, ranks: int, codec: Codec) -> Tensor:
-    """Return ``[ranks, *shape]`` of a tensor's values in their order, as an all-reduce encodes them.
+    """Return ``[ranks, *shape]`` of a tensor's values in their order, as an all-reduce encodes
+    them.
 
     Args:
         x: any tensor; zeros follow its last value.
@@ -101,14 +104,18 @@ def all_reduce(
 
     In two exchanges: each rank owns one piece of the sum.
 
-        encode one piece a destination      all-to-all      decode, sum, encode the sum      all-gather      decode
-        (the codec's first hop)                             (its second hop)
+        encode one piece a destination (the codec's first hop)
+        all-to-all
+        decode, sum, encode the sum (its second hop)
+        all-gather
+        decode
 
-    Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each sends all that it has,
-    and the sum is not encoded again.
+    Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each sends all
+    that it has, and the sum is not encoded again.
 
     Args:
-        x: this rank's addend, of any strides; bf16, fp16 or fp32. It must not change before the end.
+        x: this rank's addend, of any strides; bf16, fp16 or fp32. It must not change before the
+            end.
         codec: encodes addends and sums.
         transport: carries the payloads.
         out: contiguous tensor for the sum, which may be ``x``; None: a new one.
@@ -227,8 +234,8 @@ def reduce_scatter(
     ranks = transport.world_size
     if x.shape[0] % ranks:
         raise ValueError(
-            f"reduce_scatter: the first dimension of {tuple(x.shape)} must divide by the group's {ranks} "
-            "ranks"
+            f"reduce_scatter: the first dimension of {tuple(x.shape)} must divide by the group's "
+            f"{ranks} ranks"
         )
     shape = torch.Size((x.shape[0] // ranks, *x.shape[1:]))
     if ranks == 1 or x.numel() == 0:
@@ -343,8 +350,8 @@ def uncompressed_all_gather(x: Tensor, group: dist.ProcessGroup, out: Tensor | N
 def fp32_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Work:
     """Start to sum a contiguous tensor over the group in fp32; it is left as it is.
 
-    The traffic is that of an all-reduce in its own dtype: each rank adds up one piece in fp32 and rounds the
-    sum once, and the sums are gathered.
+    The traffic is that of an all-reduce in its own dtype: each rank adds up one piece in fp32 and
+    rounds the sum once, and the sums are gathered.
     """
     ranks = group.size()
     piece = ceil_div(x.numel(), ranks)
@@ -439,7 +446,8 @@ def reduce_scatter_rows(
 
 
 def encode_rows(x: Tensor, codec: Codec | None) -> Tensor:
-    """Return uint8 ``[n, bytes]`` of ``x [n, values]``, which may have no rows; without a codec ``x``."""
+    """Return uint8 ``[n, bytes]`` of ``x [n, values]``, which may have no rows; without a codec
+    ``x``."""
     if codec is None:
         return x.reshape(len(x), x.shape[1:].numel())
     if not len(x):
@@ -465,7 +473,8 @@ def decode_rows(payloads: Tensor, like: Tensor, codec: Codec | None, dtype: torc
 
 
 def why_not_rows(codec: Codec, values: int) -> str | None:
-    """Return why a codec cannot send tokens of ``values`` one by one, each with its own scales, or None."""
+    """Return why a codec cannot send tokens of ``values`` one by one, each with its own scales, or
+    None."""
     another = "but each token goes its own way: choose another codec, such as int8"
     if codec.lossless:
         return f"codes whole messages, which may overflow, {another}"

@@ -1,26 +1,26 @@
 """Exchanges of bytes through pinned host memory, for the ranks of one host without peer access.
 
-The devices' copy engines move the bytes: a sender copies pieces into a ring that it shares with the receiver,
-who copies them out, and each lets its stream wait for the ring's word. So both directions of a PCIe link
-are in use at once, and the multiprocessors are free.
+The devices' copy engines move the bytes: a sender copies pieces into a ring that it shares with the
+receiver, who copies them out, and each lets its stream wait for the ring's word. So both directions
+of a PCIe link are in use at once, and the multiprocessors are free.
 
 The shared memory of W ranks, with one ring for each ordered pair of ranks:
 
-    | words, one a ring | ring 0: slot 0, 1, 2, 3 | ring 1: slot 0, 1, 2, 3 | ...      W (W - 1) rings
+    | words, one a ring | ring 0: slots 0, 1, 2, 3 | ring 1: slots 0, 1, 2, 3 | ...  W (W - 1) rings
 
 The word of a ring says how many pieces of a round of ``SLOTS`` lie in it. Two rounds of six pieces:
 
-    sender      waits for 0, fills slot 0, word = 1; fills slot 1, word = 2; ... fills slot 3, word = 4
-    receiver    waits for 1, empties slot 0; waits for 2, empties slot 1; ... empties slot 3, word = 0
-    sender      waits for 0, fills slot 0, word = 1; fills slot 1, word = 2
-    receiver    waits for 1, empties slot 0; waits for 2, empties slot 1, word = 0
+    sender      waits for 0; fills slot 0, word = 1; fills slot 1, word = 2; ... slot 3, word = 4
+    receiver    waits for 1; empties slot 0; waits for 2; empties slot 1; ... slot 3, word = 0
+    sender      waits for 0; fills slot 0, word = 1; fills slot 1, word = 2
+    receiver    waits for 1; empties slot 0; waits for 2; empties slot 1, word = 0
 
 Invariants:
 
-- Only one of the two may write the word at a time: the sender from 0 to the round's last piece, then the
-  receiver. What the other one waits for stays until it is seen.
-- An exchange begins and ends with 0, in slot 0. So it is always the same commands, and a CUDA graph can replay
-  them.
+- Only one of the two may write the word at a time: the sender from 0 to the round's last piece,
+  then the receiver. What the other one waits for stays until it is seen.
+- An exchange begins and ends with 0, in slot 0. So it is always the same commands, and a CUDA graph
+  can replay them.
 - After an exchange that broke off the sender waits for ever and overwrites nothing.
 """
 
@@ -42,7 +42,8 @@ from taco_kernels.common import ceil_div
 from taco_kernels.common.graph_events import GraphObserver, observe
 
 PIECES = 4
-"""Number of pieces that a rank's bytes are divided into: while one is copied out, the next is copied in."""
+"""Number of pieces that a rank's bytes are divided into: while one is copied out, the next is
+copied in."""
 LEAST = 1 << 20
 """Least bytes of a piece: each costs a copy and up to two commands on either side."""
 SLOTS = 4
@@ -55,7 +56,8 @@ _UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 _WITHOUT_TIMES = 2  # CU_EVENT_DISABLE_TIMING
 _mapped: list[mmap.mmap] = []
-"""Memory of this process, for as long as it lives: CUDA knows the addresses, and copies may be under way."""
+"""Memory of this process, for as long as it lives: CUDA knows the addresses, and copies may be
+under way."""
 
 
 class HostMemoryError(RuntimeError):
@@ -83,8 +85,8 @@ class Step(NamedTuple):
     ring: int
     slot: int
     awaits: int | None
-    """The ring's word before the copy: a sender waits for this number, a receiver for it or more. None: no
-    wait."""
+    """The ring's word before the copy: a sender waits for this number, a receiver for it or more.
+    None: no wait."""
     sets: int | None
     """The ring's word after the copy; None: as before."""
 
@@ -93,9 +95,9 @@ class Step(NamedTuple):
 def steps(rank: int, send_bytes: tuple[int, ...], recv_bytes: tuple[int, ...]) -> tuple[Step, ...]:
     """Return what a rank does in an exchange, in order.
 
-    All ranks take the first pieces before the second ones, nearer peers before farther ones, and send before
-    they receive. So each step waits only for earlier steps of other ranks: nobody waits for ever, even where
-    all copies share one stream.
+    All ranks take the first pieces before the second ones, nearer peers before farther ones, and
+    send before they receive. So each step waits only for earlier steps of other ranks: nobody waits
+    for ever, even where all copies share one stream.
 
     Args:
         rank: this rank.
@@ -118,7 +120,7 @@ def steps(rank: int, send_bytes: tuple[int, ...], recv_bytes: tuple[int, ...]) -
                 awaits: int | None
                 sets: int | None
                 if sends:
-                    # The sender waits once a round, for an empty ring; then it counts the pieces up.
+                    # The sender waits once a round, for an empty ring; then it counts up.
                     awaits = 0 if is_first_of_round else None
                     sets = slot + 1
                 else:
@@ -133,8 +135,8 @@ def steps(rank: int, send_bytes: tuple[int, ...], recv_bytes: tuple[int, ...]) -
 def _piece_bytes(size: int, world: int) -> int:
     """Return the bytes of a piece of a message between two ranks.
 
-    Both ends know its size and no other rank's, so it is taken for what all peers get: ``PIECES`` pieces of
-    that, each whole cache lines.
+    Both ends know its size and no other rank's, so it is taken for what all peers get: ``PIECES``
+    pieces of that, each whole cache lines.
     """
     lines = ceil_div(size * (world - 1), PIECES * _LINE)
     return min(largest(world), max(LEAST, lines * _LINE))
@@ -148,9 +150,9 @@ def largest(world: int) -> int:
 class CopyEngines(GraphObserver[set[int]]):
     """Two CUDA streams of copies, one a direction, with waits for values in memory.
 
-    The driver's functions are called directly: they cost the host a fraction of torch's. The streams keep
-    exchanges in order, in a capture too. A replay runs on other streams: it waits for the exchanges before it,
-    and those after it wait for it.
+    The driver's functions are called directly: they cost the host a fraction of torch's. The
+    streams keep exchanges in order, in a capture too. A replay runs on other streams: it waits for
+    the exchanges before it, and those after it wait for it.
 
     Args:
         pinned: address of the memory that is registered and copied through.
@@ -290,7 +292,8 @@ class CopyEngines(GraphObserver[set[int]]):
         check(self._driver.cuMemcpyDtoDAsync_v2(target, source, size, self._queues[False]))
 
     def end(self, tensors: Any) -> "_UnderWay":
-        """Return a handle whose ``wait`` lets later work wait for both streams; it keeps ``tensors``."""
+        """Return a handle whose ``wait`` lets later work wait for both streams; it keeps
+        ``tensors``."""
         events = [self._recorded(queue) for queue in self._queues]
         return _UnderWay(self, events, self.captured, tensors)
 
@@ -302,7 +305,8 @@ class CopyEngines(GraphObserver[set[int]]):
             captured: of the capture in which they were recorded; None: in none.
         """
         current = self._current()
-        # A capture need not wait for others: the device was idle when it began, and its replays wait.
+        # A capture need not wait for others: the device was idle when it began, and its replays
+        # wait.
         if captured is self.captured:
             for event in events:
                 check(self._driver.cuStreamWaitEvent(current, event, 0))
@@ -350,9 +354,9 @@ class _UnderWay:
 class HostMemory:
     """Memory that the ranks of a group share, and their exchanges through it.
 
-    All ranks make the same exchanges in the same order. The memory is 64 MiB at 2 ranks, 192 at 4, 448 at 8,
-    until the process ends. If a rank dies the others' streams wait, until the launcher or a watchdog ends
-    them. Construction is collective.
+    All ranks make the same exchanges in the same order. The memory is 64 MiB at 2 ranks, 192 at 4,
+    448 at 8, until the process ends. If a rank dies the others' streams wait, until the launcher or
+    a watchdog ends them. Construction is collective.
 
     Args:
         group: ranks of one host.
@@ -401,7 +405,8 @@ class HostMemory:
             self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             self._streams = streams(self._base, size)
         except Exception as error:
-            # Of any kind: the other ranks wait to be told. Other containers of a host have other folders.
+            # Of any kind: the other ranks wait to be told. Other containers of a host have other
+            # folders.
             return str(error) or repr(error)
         return None
 
@@ -419,7 +424,8 @@ class HostMemory:
         """Start an exchange between all ranks.
 
         Args:
-            sends: the bytes for each rank, in this device's memory; they must not change before the end.
+            sends: the bytes for each rank, in this device's memory; they must not change before the
+                end.
             receives: where the bytes from each rank go.
             tensors: what both are parts of, kept until the end.
 
@@ -440,14 +446,15 @@ class HostMemory:
 
 
 def _create(size: int) -> tuple[str | None, str | None]:
-    """Make a new file of zeros; return its path and None, or None and the reason why there is none."""
+    """Make a new file of zeros; return its path and None, or None and the reason why there is
+    none."""
     try:
         room = os.statvfs(_FOLDER)
         free = room.f_bavail * room.f_frsize
         if room.f_blocks and free < 2 * size:  # no blocks: without a limit
             return None, (
-                f"{ceil_div(size, 1 << 20)} MiB of {_FOLDER} and as many for NCCL and data loaders are "
-                f"needed, {free >> 20} are free; give a container more (--shm-size)"
+                f"{ceil_div(size, 1 << 20)} MiB of {_FOLDER} and as many for NCCL and data loaders "
+                f"are needed, {free >> 20} are free; give a container more (--shm-size)"
             )
         with tempfile.NamedTemporaryFile(
             prefix="megatron-taco-", dir=_FOLDER, delete=False

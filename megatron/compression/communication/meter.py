@@ -1,11 +1,11 @@
 """The error meter: what codecs do to what each site sends, for the report and for the error bound.
 
-Each rank encodes and decodes a sample of its own tensors, in the last iteration before a log line. With a
-bound, the ranks that share a site add up their sums there, so that all decide the same.
+Each rank encodes and decodes a sample of its own tensors, in the last iteration before a log line.
+With a bound, the ranks that share a site add up their sums there, so that all decide the same.
 
-Errors are also measured without outliers, values of 10^3 to 10^4 times the others' magnitude. They hide the
-error of the rest: a group of 128 that has kept its outlier and lost the other 127 values has a relative error
-of 0.9 %.
+Errors are also measured without outliers, values of 10^3 to 10^4 times the others' magnitude. They
+hide the error of the rest: a group of 128 that has kept its outlier and lost the other 127 values
+has a relative error of 0.9 %.
 """
 
 import math
@@ -32,8 +32,9 @@ class ErrorMeter:
     """Relative L2 error of one encoding, by site and traffic class.
 
     Args:
-        bound: ``--compression-error-bound``; a site's traffic whose error is larger goes uncompressed from
-            then on: of all values or of those without outliers, whichever is larger. None: nothing does.
+        bound: ``--compression-error-bound``; a site's traffic whose error is larger goes
+            uncompressed from then on: of all values or of those without outliers, whichever is
+            larger. None: nothing does.
         interval: measure in the last of this many iterations (``--log-interval``); 0: never.
     """
 
@@ -41,18 +42,21 @@ class ErrorMeter:
         self.bound = bound
         self.interval = interval
         self.also_first = False
-        """Measure the first message of each kind as well: with CUDA graphs, since replays measure nothing."""
+        """Measure the first message of each kind as well: with CUDA graphs, since replays measure
+        nothing."""
         self.tripped: dict[SiteTraffic, float] = {}
         """What goes uncompressed, with the error that decided it."""
         self._seen: dict[SiteTraffic, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        """Sum of ``squares`` and largest ``peak``, both on the device, and the number of samples."""
+        """Sum of ``squares`` and largest ``peak``, both on the device, and the number of
+        samples."""
         self._undecided: dict[SiteTraffic, torch.Tensor] = {}
         """``squares`` of the last measurement that the bound concerns, until ``decide``."""
         self._last: dict[SiteTraffic, int] = {}
         """Iteration of the last measurement."""
 
     def due(self, site: str, traffic: str, iteration: int) -> bool:
-        """Return whether to measure this message: the first of its kind in the last of ``interval`` iterations.
+        """Return whether to measure this message: the first of its kind in the last of ``interval``
+        iterations.
 
         ``Policy.measures`` asks, where measuring is possible at all.
 
@@ -77,7 +81,8 @@ class ErrorMeter:
     def measure(
         self, site: str, traffic: str, tensor: torch.Tensor, codec: Codec, bounded: bool = True
     ) -> None:
-        """Encode and decode a sample of a message, and add its squared error and signal to the site's.
+        """Encode and decode a sample of a message, and add its squared error and signal to the
+        site's.
 
         The host does not wait: sums stay on the device until a log line asks for ``rows``.
 
@@ -86,7 +91,8 @@ class ErrorMeter:
             traffic: class of the message.
             tensor: what is sent.
             codec: encodes it; of two hops the larger error counts.
-            bounded: the error bound concerns the message, so every rank that shares the site measures it.
+            bounded: the error bound concerns the message, so every rank that shares the site
+                measures it.
         """
         if codec.lossless or not tensor.numel():
             return
@@ -131,8 +137,8 @@ class ErrorMeter:
     def decide(
         self, sharing: dist.ProcessGroup | None = None, stages: dist.ProcessGroup | None = None
     ) -> dict[SiteTraffic, float]:
-        """Return what goes uncompressed from now on, with its error: it has passed the bound since the last
-        call.
+        """Return what goes uncompressed from now on, with its error: it has passed the bound since
+        the last call.
 
         Collective. Every rank gets all decisions, since any may write the checkpoint.
 
@@ -158,7 +164,8 @@ class ErrorMeter:
             dist.all_reduce(sums, group=sharing)
         error, signal = sums.unbind(-1)
         relative = (error / signal.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
-        # Of all values or of those without outliers: the larger error decides, and a NaN before any other.
+        # Of all values or of those without outliers: the larger error decides, and a NaN before any
+        # other.
         largest = torch.where(relative.isnan().any(1), math.nan, relative.amax(1))
         errors = dict(zip(order, largest.tolist(), strict=True))
         # Not "> bound": a codec that makes NaN of finite values is past any bound.
@@ -175,8 +182,8 @@ class ErrorMeter:
     def rows(self) -> list[dict]:
         """Return JSON-ready rows in the order of first measurement. The host waits for the device.
 
-        ``ordinary_error`` is the relative error without outliers; ``peak`` the largest value over the median,
-        None where the median was 0.
+        ``ordinary_error`` is the relative error without outliers; ``peak`` the largest value over
+        the median, None where the median was 0.
         """
         rows = []
         for (site, traffic), (sums, largest, samples) in self._seen.items():
@@ -211,7 +218,8 @@ def squares(exact: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
 
 
 def peak(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude over the median; infinite where more than half of the values are zeros."""
+    """Return the largest magnitude over the median; infinite where more than half of the values are
+    zeros."""
     flat = x.float().reshape(-1).abs()
     # The median of a sample. An odd step reaches every column of a row of 2^n values.
     step = (flat.numel() // SAMPLE_VALUES) | 1
@@ -219,14 +227,16 @@ def peak(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_groups(x: torch.Tensor) -> torch.Tensor:
-    """Return ``[n, GROUP]`` of any tensor, zeros after the last value; fewer values than a group as one row."""
+    """Return ``[n, GROUP]`` of any tensor, zeros after the last value; fewer values than a group as
+    one row."""
     flat = x.reshape(-1)
     size = min(GROUP, flat.numel())
     return F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
 
 def _sample(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return whole groups ``[n, size]`` at equal distances; a tensor smaller than a group as one row."""
+    """Return whole groups ``[n, size]`` at equal distances; a tensor smaller than a group as one
+    row."""
     values = tensor.reshape(-1)
     groups = values.numel() // size
     if groups == 0:

@@ -1,24 +1,25 @@
-"""Lossless payloads whose values do not fit: the protocol by which ranks find out, and what is sent instead.
+"""Lossless payloads whose values do not fit: the protocol by which ranks find out, and what is sent
+instead.
 
-A payload has a size that is agreed beforehand, since the receiver allocates it: what trained tensors need,
-with some room. Whether a message fits depends on its values. The encoder sets a flag on the device where one
-does not; such a payload decodes to zeros. All ranks have to know, and the host must not wait for the device in
-each message. So there is one protocol, in three steps:
+A payload has a size that is agreed beforehand, since the receiver allocates it: what trained
+tensors need, with some room. Whether a message fits depends on its values. The encoder sets a flag
+on the device where one does not; such a payload decodes to zeros. All ranks have to know, and the
+host must not wait for the device in each message. So there is one protocol, in three steps:
 
-    note      the flag stays on the device                                           ``OverflowFlags.note``
-    ask       the ranks reduce their flags, and the host reads the answer            ``OverflowFlags.ask``
+    note      the flag stays on the device                                 OverflowFlags.note
+    ask       the ranks reduce their flags, and the host reads the answer  OverflowFlags.ask
     repeat    what did not fit is sent once more, or elsewhere, as it is
 
 Four kinds of traffic differ in when they ask, and in what is repeated:
 
-    traffic                        flags are asked about            what is repeated
-    messages of a training pass    at the pass's end, once          the pass (repetition.py), lossless off
-    messages elsewhere             before each is sent              the message, as ``AsIs`` encodes it
-    updated weights                at each optimizer step           the gather, by Megatron itself
-    FSDP2's weights                after a change, before a gather  the module's gathers, by torch itself
+    traffic                      flags are asked about        what is repeated
+    messages of a training pass  at the pass's end, once      the pass (repetition.py), lossless off
+    messages elsewhere           before each is sent          the message, as ``AsIs`` encodes it
+    updated weights              at each optimizer step       the gather, by Megatron itself
+    FSDP2's weights              after a change of weights    the module's gathers, by torch itself
 
-The session chooses between the first two by the state of its run's ``Overflow``, which is the same on every
-rank. ``repetition.py`` sets it where Megatron's loop can repeat a pass.
+The session chooses between the first two by the state of its run's ``Overflow``, which is the same
+on every rank. ``repetition.py`` sets it where Megatron's loop can repeat a pass.
 """
 
 import enum
@@ -41,10 +42,12 @@ class State(enum.Enum):
     """How the messages of a run that are sent by sites find out whether they fit."""
 
     ASKED = enum.auto()
-    """Before a payload is sent the ranks reduce its flag and the host reads it: in evaluation, and in loops of
-    one's own. Where the host cannot wait, between pipeline stages and in a capture, lossless is off."""
+    """Before a payload is sent the ranks reduce its flag and the host reads it: in evaluation, and
+    in loops of one's own. Where the host cannot wait, between pipeline stages and in a capture,
+    lossless is off."""
     NOTED = enum.auto()
-    """In a pass that can be repeated: flags are kept on the device and read once, at the pass's end."""
+    """In a pass that can be repeated: flags are kept on the device and read once, at the pass's
+    end."""
     OFF = enum.auto()
     """In a pass that is repeated, and in CUDA graphs: the policy decides for no lossless codec."""
 
@@ -78,7 +81,8 @@ class OverflowFlags:
     def ask(self, any_ranks: Callable[[torch.Tensor], list[bool]]) -> dict[Hashable, bool]:
         """Return by key whether any rank has noted an overflow, and forget the flags.
 
-        Collective: all ranks have noted the same keys in the same order. The host waits for the device, once.
+        Collective: all ranks have noted the same keys in the same order. The host waits for the
+        device, once.
 
         Args:
             any_ranks: reduces uint8 ``[n]`` over the ranks, as ``TorchTransport.any_ranks``.
@@ -124,8 +128,8 @@ class Overflow:
         """Return whether lossless codecs of a traffic class are off.
 
         Args:
-            traffic: one of ``ledger.TRAFFIC``. Updated weights are sent outside passes and have flags of their
-                own, at each optimizer step (data_parallel/weights.py).
+            traffic: one of ``ledger.TRAFFIC``. Updated weights are sent outside passes and have
+                flags of their own, at each optimizer step (data_parallel/weights.py).
             capturing: a CUDA graph is being captured, in which the host cannot read a flag.
         """
         if self.state is State.ASKED:
@@ -144,8 +148,8 @@ def encode(
         transport: sends the payloads; its run's overflow state says how an overflow is found out.
 
     Returns:
-        What decodes on all ranks (``codec``, or ``AsIs`` where a rank's values did not fit), and the
-        payloads, uint8 ``[rows, bytes]``.
+        What decodes on all ranks (``codec``, or ``AsIs`` where a rank's values did not fit), and
+        the payloads, uint8 ``[rows, bytes]``.
     """
     payloads = codec.encode(rows)
     if not codec.lossless:

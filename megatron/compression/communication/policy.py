@@ -26,7 +26,8 @@ SITES = ("qkv", "proj", "fc1", "fc2")
 
 @cache
 def site_kind(name: str) -> str | None:
-    """Return which of SITES a site is, by its name, such as ``decoder.layers.0.mlp.linear_fc2``; None: none."""
+    """Return which of SITES a site is, by its name, such as ``decoder.layers.0.mlp.linear_fc2``;
+    None: none."""
     last = name.rpartition(".")[2].removeprefix("linear_")
     if last == "self_attention":  # the gather of what qkv gives
         return "qkv"
@@ -52,8 +53,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule[Encoder]:
-    """What the settings say of one traffic class. ``Encoder`` is what encodes its messages: ``Codec | None``,
-    and ``GradientCompressor | None`` for dp.gradient; None is off."""
+    """What the settings say of one traffic class. ``Encoder`` is what encodes its messages: ``Codec
+    | None``, and ``GradientCompressor | None`` for dp.gradient; None is off."""
 
     codec: Encoder
     min_bytes: int = 0
@@ -90,8 +91,9 @@ class Rule[Encoder]:
 class Policy:
     """Decides for every message of a run whether a codec encodes it.
 
-    All ranks of a message decide alike without synchronisation, since they know the same: the rules, the
-    message's size over all ranks, the training iteration, and the sites whose error has passed the bound.
+    All ranks of a message decide alike without synchronisation, since they know the same: the
+    rules, the message's size over all ranks, the training iteration, and the sites whose error has
+    passed the bound.
 
     Args:
         rules: by traffic class; a class without one goes uncompressed.
@@ -107,7 +109,8 @@ class Policy:
     validate_uncompressed: bool = False
     meter: ErrorMeter = field(default_factory=ErrorMeter)
     left_out: Callable[[str], bool] | None = None
-    """Whether a traffic class goes uncompressed in this iteration, as ``--compression auto`` has it."""
+    """Whether a traffic class goes uncompressed in this iteration, as ``--compression auto`` has
+    it."""
     overflow: Overflow = field(default_factory=Overflow)
     """Says whether lossless codecs are on. Its ``Run`` replaces it by the run's."""
 
@@ -118,7 +121,8 @@ class Policy:
     def measures(self, site: str, traffic: str) -> bool:
         """Return whether the error meter measures this message of a site.
 
-        It measures none in evaluation, nor while a CUDA graph is captured, whose replays would all measure it.
+        It measures none in evaluation, nor while a CUDA graph is captured, whose replays would all
+        measure it.
         """
         meter = self.meter
         ledger = self.ledger
@@ -149,12 +153,14 @@ class Policy:
 
         Args:
             traffic: class of the message, one of ``ledger.TRAFFIC``.
-            nbytes: its uncompressed size over all ranks, which all of them know; None: it does not matter.
+            nbytes: its uncompressed size over all ranks, which all of them know; None: it does not
+                matter.
             site: name of the site that sends it.
             layer: what ``--tp-compression-layers`` calls the site's layer.
         """
-        # One function, since a call costs each message: from what holds for the whole run to what holds for
-        # this message. The first reason to leave it uncompressed is the one that is counted.
+        # One function, since a call costs each message: from what holds for the whole run to what
+        # holds for this message. The first reason to leave it uncompressed is the one that is
+        # counted.
         rule = self.rules.get(traffic)
         if rule is None or not rule.codecs:
             return _UNCOMPRESSED["off"]

@@ -1,19 +1,19 @@
 """A communication site: one point in the model where a group of ranks communicates.
 
-A site answers one question: how is this message sent? The answer is decided by the policy, counted in
-the ledger, and sends itself.
+A site answers one question: how is this message sent? The answer is decided by the policy, counted
+in the ledger, and sends itself.
 
-    message = site.message("tp.forward", "all_reduce", x.nbytes)     decided and counted
-    total = message.start(x).wait()                                  through its codec, or without one
+    message = site.message("tp.forward", "all_reduce", x.nbytes)   decided and counted
+    total = message.start(x).wait()                                through its codec, or without one
 
 A layer whose backward communicates as well asks for both directions in its forward:
 
-    pair = site.pair("tp.forward", "tp.backward", x.nbytes)          decided; nothing is counted yet
-    pair.forward("reduce_scatter").start(x)                          counted and sent in the forward
-    pair.backward("all_gather").start(gradient)                      counted and sent in the backward
+    pair = site.pair("tp.forward", "tp.backward", x.nbytes)        decided; nothing is counted yet
+    pair.forward("reduce_scatter").start(x)                        counted and sent in the forward
+    pair.backward("all_gather").start(gradient)                    counted and sent in the backward
 
-Where ``pair.compressed`` is False the layer may leave both to megatron-core's own functions, after it
-has called ``pair.forward`` and ``pair.backward``, which count them.
+Where ``pair.compressed`` is False the layer may leave both to megatron-core's own functions, after
+it has called ``pair.forward`` and ``pair.backward``, which count them.
 """
 
 import re
@@ -62,13 +62,17 @@ class Run:
     transports: Transports = field(default_factory=Transports)
     """Carry the payloads."""
     overflow: Overflow = field(default_factory=Overflow)
-    """Whether lossless payloads fit: asked, noted or off. The policy and the transports share it."""
+    """Whether lossless payloads fit: asked, noted or off. The policy and the transports share
+    it."""
     before_gradient_sync: list[Callable[[], None]] = field(default_factory=list)
-    """Called before a bucket of the run's gradients is reduced: weight gradients that are added late."""
+    """Called before a bucket of the run's gradients is reduced: weight gradients that are added
+    late."""
     pipeline_exchange: Any = None
-    """Its ``PipelineExchange``, through which the stages of its model send; None: it has no stages."""
+    """Its ``PipelineExchange``, through which the stages of its model send; None: it has no
+    stages."""
     session: Any = None
-    """The session that Megatron's training loop tells what happens; None: it runs in another loop."""
+    """The session that Megatron's training loop tells what happens; None: it runs in another
+    loop."""
 
     def __post_init__(self) -> None:
         self.policy.overflow = self.overflow
@@ -76,13 +80,16 @@ class Run:
         wait_at_exit()
 
     def open(self) -> None:
-        """Begin: functions that are replaced for runs stay replaced, and CUDA graphs are followed. Idempotent."""
+        """Begin: functions that are replaced for runs stay replaced, and CUDA graphs are followed.
+
+        Idempotent.
+        """
         running.open_run(self)
         self.ledger.count_replays()
 
     def close(self) -> None:
-        """End: nothing is marked with the run any more; the last run of a process leaves the functions of
-        other packages as they were."""
+        """End: nothing is marked with the run any more; the last run of a process leaves the
+        functions of other packages as they were."""
         self.ledger.ignore_replays()
         running.close_run(self)
 
@@ -90,37 +97,41 @@ class Run:
 class Message(Protocol):
     """One message that is about to be sent, decided and counted.
 
-    A ``CommSite`` gives ``SiteMessage``. Interleaved halves (tensor_parallel/halves_messages.py) give
-    layers messages of their own, which stay under way when the layer has returned.
+    A ``CommSite`` gives ``SiteMessage``. Interleaved halves (tensor_parallel/halves_messages.py)
+    give layers messages of their own, which stay under way when the layer has returned.
     """
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
-        """Start the operation on ``x``; ``wait`` gives the result, in a contiguous ``out`` if given."""
+        """Start the operation on ``x``; ``wait`` gives the result, in a contiguous ``out`` if
+        given."""
 
 
 class PayloadGather(Protocol):
     """An all-gather of a payload that is there already."""
 
     def gather(self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> Work:
-        """Start to gather the payloads of tensors of this shape and dtype; ``wait`` gives ``[W * n, ...]``."""
+        """Start to gather the payloads of tensors of this shape and dtype; ``wait`` gives ``[W * n,
+        ...]``."""
 
 
 class EncodedGather(PayloadGather, Protocol):
     """An all-gather whose payload a layer keeps, to gather it once more in its backward."""
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what this rank sends of ``x [n, ...]``: uint8 ``[1, bytes]``; without a codec ``x``."""
+        """Return what this rank sends of ``x [n, ...]``: uint8 ``[1, bytes]``; without a codec
+        ``x``."""
 
     def again(self, traffic: str) -> PayloadGather:
-        """Return the same gather once more, with the same codec, counted in another traffic class."""
+        """Return the same gather once more, with the same codec, counted in another traffic
+        class."""
 
 
 class MessagePair(Protocol):
     """The messages of one call of a layer: those of its forward, and those of its backward."""
 
     compressed: bool
-    """Whether the layer has to send by these messages. False: it may leave all of them to megatron-core,
-    and calls ``forward`` and ``backward`` to have them counted."""
+    """Whether the layer has to send by these messages. False: it may leave all of them to
+    megatron-core, and calls ``forward`` and ``backward`` to have them counted."""
 
     def forward(self, operation: str) -> Message:
         """Return a message of the forward, counted now."""
@@ -139,7 +150,8 @@ class CommSite:
         name: the module's path in the model, with its global layer number.
         group: the ranks that communicate.
         run: the run that the model belongs to.
-        layer: what ``--tp-compression-layers`` calls the layer: a number from 0, embedding or output.
+        layer: what ``--tp-compression-layers`` calls the layer: a number from 0, embedding or
+            output.
         fused: whether collectives may be fused kernels over symmetric memory.
     """
 
@@ -166,8 +178,8 @@ class CommSite:
         Args:
             traffic: its class, one of ``ledger.TRAFFIC``.
             operation: all_reduce, reduce_scatter or all_gather.
-            nbytes: size of the uncompressed tensor over all ranks: of what an all-gather makes, of what a
-                reduce-scatter is given. It is the same on every rank of the group.
+            nbytes: size of the uncompressed tensor over all ranks: of what an all-gather makes, of
+                what a reduce-scatter is given. It is the same on every rank of the group.
             decision: how it is sent; None: the policy decides.
         """
         run = self.run
@@ -239,7 +251,8 @@ class SiteMessage:
         self.reason = reason
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
-        """Start the operation on ``x``; ``wait`` gives the result, in a contiguous ``out`` if given.
+        """Start the operation on ``x``; ``wait`` gives the result, in a contiguous ``out`` if
+        given.
 
         ``out`` may be ``x`` itself.
         """
@@ -254,8 +267,8 @@ class SiteMessage:
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return what ``gather`` sends of this rank's ``[n, ...]``: uint8 ``[1, bytes]``.
 
-        Without a codec that is ``x``. From here on ``codec`` is what decodes the payload on all ranks,
-        which is another one where a lossless payload did not fit.
+        Without a codec that is ``x``. From here on ``codec`` is what decodes the payload on all
+        ranks, which is another one where a lossless payload did not fit.
         """
         if self.codec is None:
             return x
@@ -282,7 +295,8 @@ class SiteMessage:
         return all_gather_encoded(payload, shape, dtype, self.codec, transport)
 
     def again(self, traffic: str) -> "SiteMessage":
-        """Return the same message once more, with the same codec, counted in another traffic class."""
+        """Return the same message once more, with the same codec, counted in another traffic
+        class."""
         decision = Decision(self.codec, self.reason)
         return self.site.message(traffic, self.operation, self.nbytes, decision)
 
@@ -292,17 +306,19 @@ class SiteMessage:
         if not policy.measures(site.name, self.traffic):
             return
         assert self.codec is not None
-        # A reduce-scatter encodes by the codec's first hop, an all-gather by its second, an all-reduce by both.
+        # A reduce-scatter encodes by the codec's first hop, an all-gather by its second, an
+        # all-reduce by both.
         first, second = self.codec.hops
         codec = {"reduce_scatter": first, "all_gather": second}.get(self.operation, self.codec)
         policy.meter.measure(site.name, self.traffic, x, codec)
 
 
 class SiteMessagePair:
-    """The messages of one call of a layer, decided together; see ``MessagePair`` and ``CommSite.pair``.
+    """The messages of one call of a layer, decided together; see ``MessagePair`` and
+    ``CommSite.pair``.
 
-    Both directions are decided in the forward: nothing that the policy looks at changes between a forward
-    and its backward.
+    Both directions are decided in the forward: nothing that the policy looks at changes between a
+    forward and its backward.
     """
 
     __slots__ = ("_backward", "_forward", "compressed", "nbytes", "site")
@@ -361,7 +377,8 @@ def site_name(module_path: str, layer_number: int | None) -> str:
 
     Args:
         module_path: the path in this stage's chunk, such as ``decoder.layers.0.mlp.linear_fc2``.
-        layer_number: number, from 1, of the transformer layer that holds the module; None: it is in none.
+        layer_number: number, from 1, of the transformer layer that holds the module; None: it is in
+            none.
     """
     if layer_number is None:
         return module_path
@@ -369,9 +386,11 @@ def site_name(module_path: str, layer_number: int | None) -> str:
 
 
 def layer_name(module_path: str, layer_number: int | None) -> int | str | None:
-    """Return what ``--tp-compression-layers`` calls a module's layer; arguments as in ``site_name``.
+    """Return what ``--tp-compression-layers`` calls a module's layer; arguments as in
+    ``site_name``.
 
-    That is its number from 0, embedding, output, mtp (any layer of multi-token prediction), or None.
+    That is its number from 0, embedding, output, mtp (any layer of multi-token prediction), or
+    None.
     """
     first = module_path.split(".")[0]
     # Layers of multi-token prediction have numbers of their own.

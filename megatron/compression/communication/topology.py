@@ -1,4 +1,5 @@
-"""Which ranks of a data-parallel group share a node, and the process groups inside and between nodes."""
+"""Which ranks of a data-parallel group share a node, and the process groups inside and between
+nodes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,8 @@ INTER = "inter"
 def group_by_node(node_of_rank: Sequence[int]) -> tuple[int, int] | None:
     """Return (nodes, ranks a node) of a group whose member i sits on node ``node_of_rank[i]``.
 
-    None unless every node holds equally many ranks, one after the other, so that each rank has one of every
-    other node to pair with.
+    None unless every node holds equally many ranks, one after the other, so that each rank has one
+    of every other node to pair with.
     """
     local = list(node_of_rank).count(node_of_rank[0])
     nodes = node_of_rank[::local]
@@ -41,7 +42,8 @@ def group_by_node(node_of_rank: Sequence[int]) -> tuple[int, int] | None:
 class Topology:
     """A data-parallel group as ``nodes`` times ``local`` ranks.
 
-    rank = node * local + index, and with two hops a sum goes over the rows of this matrix, then its columns:
+    rank = node * local + index, and with two hops a sum goes over the rows of this matrix, then its
+    columns:
 
                    index 0    index 1
         node 0     rank 0     rank 1         intra: the ranks of a row
@@ -54,13 +56,13 @@ class Topology:
     local: int
     """Number of ranks on each."""
     hops: Mapping[str, tuple[dist.ProcessGroup, ...]] = field(default_factory=dict)
-    """With two hops: ``intra``, the ranks of this node; ``inter``, those with this rank's index, one a node.
-    Several groups of the same ranks share what they send."""
+    """With two hops: ``intra``, the ranks of this node; ``inter``, those with this rank's index,
+    one a node. Several groups of the same ranks share what they send."""
     more: tuple[dist.ProcessGroup, ...] = ()
     """Further groups with the ranks of ``group``, which share what goes to all of them."""
     memory: HostMemory | None = None
-    """Carries the payloads that stay inside a node. None: they travel over torch.distributed, as what crosses
-    nodes always does."""
+    """Carries the payloads that stay inside a node. None: they travel over torch.distributed, as
+    what crosses nodes always does."""
     method: str = ""
     """How payloads travel inside a node and why, for the log."""
     regular: bool = True
@@ -119,7 +121,8 @@ class Topology:
             ledger.record(traffic, kind, operation, part, part, link)
 
     def record_plain(self, ledger: Ledger, traffic: str, operation: str, buffer_bytes: int) -> None:
-        """Count what an uncompressed collective would have sent in place of a compressed one, by link.
+        """Count what an uncompressed collective would have sent in place of a compressed one, by
+        link.
 
         Args:
             ledger: counts it.
@@ -170,7 +173,8 @@ class Topology:
             return "1 rank on one node"
         ranks = "1 rank" if self.local == 1 else f"{self.local} ranks"
         if not self.regular:
-            shape = f"{self.nodes} ranks, unevenly spread over nodes: one exchange, as if each were a node"
+            shape = f"{self.nodes} ranks, unevenly spread over nodes: "
+            shape += "one exchange, as if each were a node"
         elif self.nodes == 1:
             shape = f"{ranks} on one node"
         else:
@@ -196,8 +200,9 @@ def find_topology(
     Args:
         group: the ranks that share gradients or weights.
         node_size: members that count as one node, in the group's order; None: the real nodes.
-        transports: the run's: how payloads travel inside a node, and how many communicators share one that
-            crosses nodes, or that of the only exchange. None: one communicator of torch.distributed.
+        transports: the run's: how payloads travel inside a node, and how many communicators share
+            one that crosses nodes, or that of the only exchange. None: one communicator of
+            torch.distributed.
         callers: the ranks that call, ``group`` itself; None: all of the job.
 
     Raises:
@@ -216,7 +221,8 @@ def find_topology(
     memory, method = None, ""
     if nodes == 1 and local > 1:
         memory, method = transports.host_memory(group)
-    # Several communicators share what no memory carries: the only exchange, or the one between nodes.
+    # Several communicators share what no memory carries: the only exchange, or the one between
+    # nodes.
     count = transports.count(group) if memory is None else 1
     hop_ranks = []
     if two_hops:
@@ -247,10 +253,11 @@ def find_topology(
 
 
 def nodes_of(group: dist.ProcessGroup, callers: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the node of every member, in the group's order: a number that members on one node share.
+    """Return the node of every member, in the group's order: a number that members on one node
+    share.
 
-    Collective over ``callers`` (None: all ranks of the job), by torchrun's LOCAL_WORLD_SIZE or the hosts'
-    names; see ``nodes_by_views``.
+    Collective over ``callers`` (None: all ranks of the job), by torchrun's LOCAL_WORLD_SIZE or the
+    hosts' names; see ``nodes_by_views``.
     """
     views = gather_objects((os.environ.get("LOCAL_WORLD_SIZE"), os.uname().nodename), callers)
     nodes = nodes_by_views([int(size or 0) for size, _ in views], [host for _, host in views])
@@ -262,8 +269,9 @@ def nodes_of(group: dist.ProcessGroup, callers: dist.ProcessGroup | None = None)
 def nodes_by_views(sizes: Sequence[int], hosts: Sequence[str]) -> list[int]:
     """Return the node of every rank of the job: a number that ranks on one node share.
 
-    By the sizes of nodes, as launchers tell them to ranks; by the hosts' names where a rank does not know its
-    node's size, nodes would not hold consecutive ranks, or one node would be several hosts.
+    By the sizes of nodes, as launchers tell them to ranks; by the hosts' names where a rank does
+    not know its node's size, nodes would not hold consecutive ranks, or one node would be several
+    hosts.
 
     Args:
         sizes: for every rank, how many ranks its node has; 0: it does not know.

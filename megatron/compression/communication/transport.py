@@ -2,7 +2,7 @@
 
     TorchTransport       torch.distributed (NCCL, gloo)
     HostTransport        pinned host memory, by copy engines (host_memory.py)
-    SymmetricTransport   one kernel a collective over symmetric memory (taco_kernels.symmetric_memory)
+    SymmetricTransport   one kernel a collective (taco_kernels.symmetric_memory)
 
 All give the same bits and report the same bytes for the same collective.
 """
@@ -46,13 +46,13 @@ class TransportError(CompressionConfigError):
 class TorchTransport:
     """Payload exchanges over torch.distributed.
 
-    Payloads are uint8: both backends take it, and gloo refuses the float8 dtypes. Calls are those of the
-    process group: torch.distributed's functions around them cost the host as much again.
+    Payloads are uint8: both backends take it, and gloo refuses the float8 dtypes. Calls are those
+    of the process group: torch.distributed's functions around them cost the host as much again.
 
     Args:
         on_send: receives the operation's name and its bytes; None when nobody counts.
-        more_groups: further process groups of the same ranks; each takes its share of every payload. One
-            communicator does not fill some links (TCP).
+        more_groups: further process groups of the same ranks; each takes its share of every
+            payload. One communicator does not fill some links (TCP).
         overflow: the run's state of lossless payloads; None: one of its own.
     """
 
@@ -74,7 +74,8 @@ class TorchTransport:
         """Of the run that sends: whether its lossless payloads fit."""
 
     def fuses(self, codec: Codec) -> bool:
-        """Return whether the transport does this codec's collectives in whole, by the three methods below."""
+        """Return whether the transport does this codec's collectives in whole, by the three methods
+        below."""
         return False
 
     fused_all_reduce: Callable[..., Work]
@@ -94,8 +95,8 @@ class TorchTransport:
             send_counts: rows for each rank; None: the same number.
             recv_counts: rows from each rank; None: the same number.
 
-        Returns: ``[sum(recv_counts), size]``, in the order of the senders, and a handle; it is filled when the
-            handle has been waited for.
+        Returns: ``[sum(recv_counts), size]``, in the order of the senders, and a handle; it is
+            filled when the handle has been waited for.
         """
         rows = rows.contiguous()
         if recv_counts is None:
@@ -119,7 +120,8 @@ class TorchTransport:
         )
 
     def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to gather ``[1, size]`` of every rank into ``[W, size]``, which is returned with a handle."""
+        """Start to gather ``[1, size]`` of every rank into ``[W, size]``, which is returned with a
+        handle."""
         payload = payload.contiguous()
         gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
@@ -151,7 +153,10 @@ class TorchTransport:
         return join(works).then(lambda _: torch.cat(parts, dim=1, out=result))
 
     def any_rank(self, flag: torch.Tensor) -> bool:
-        """Return whether ``flag``, uint8 ``[]``, is set on any rank. Counted; the host waits for it."""
+        """Return whether ``flag``, uint8 ``[]``, is set on any rank.
+
+        Counted; the host waits for it.
+        """
         return self.any_ranks(flag[None])[0]
 
     def any_ranks(self, flags: torch.Tensor) -> list[bool]:
@@ -164,7 +169,8 @@ class TorchTransport:
 
 
 class HostTransport(TorchTransport):
-    """Exchanges by copy engines through the group's ``HostMemory``; counted as over torch.distributed."""
+    """Exchanges by copy engines through the group's ``HostMemory``; counted as over
+    torch.distributed."""
 
     def __init__(
         self,
@@ -192,7 +198,8 @@ class HostTransport(TorchTransport):
         ranks = {len(send_counts), len(recv_counts)}
         if sum(send_counts) != len(rows) or ranks != {self.world_size}:
             raise ValueError(
-                f"splits {send_counts} and {recv_counts} of {len(rows)} rows, {self.world_size} ranks"
+                f"splits {send_counts} and {recv_counts} of {len(rows)} rows, "
+                f"{self.world_size} ranks"
             )
         rows = rows.contiguous()
         received = rows.new_empty((sum(recv_counts), rows.shape[1]))
@@ -214,7 +221,8 @@ class HostTransport(TorchTransport):
 
 
 def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
-    """Return where each rank's rows lie, ``counts[r]`` of rank r after those of the ranks before."""
+    """Return where each rank's rows lie, ``counts[r]`` of rank r after those of the ranks
+    before."""
     row_bytes = rows.shape[1] * rows.itemsize
     parts = []
     address = rows.data_ptr()
@@ -225,10 +233,12 @@ def _parts(rows: torch.Tensor, counts: Sequence[int]) -> list[DeviceBytes]:
 
 
 class SymmetricTransport(TorchTransport):
-    """Symmetric memory for the payloads of codecs that have a ``fused_config``; torch.distributed for others.
+    """Symmetric memory for the payloads of codecs that have a ``fused_config``; torch.distributed
+    for others.
 
-    A collective runs on the current stream, since it fills the device. Bytes are those stored in the peers'
-    memory without flags, eight bytes a tile; operations are named after the exchanges that they replace.
+    A collective runs on the current stream, since it fills the device. Bytes are those stored in
+    the peers' memory without flags, eight bytes a tile; operations are named after the exchanges
+    that they replace.
     """
 
     overlaps = False
@@ -240,7 +250,8 @@ class SymmetricTransport(TorchTransport):
         self.symmetric = symmetric
 
     def fuses(self, codec: Codec) -> bool:
-        """Return whether a kernel encodes both hops: one kernel sums and encodes again in the same groups."""
+        """Return whether a kernel encodes both hops: one kernel sums and encodes again in the same
+        groups."""
         first, second = (hop.fused_config for hop in codec.hops)
         if first is None or second is None:
             return False
@@ -326,7 +337,8 @@ class Transports:
 
     Args:
         choice: ``--compression-transport``: auto, collective, symmetric or host.
-        communicators: how many share each payload over torch.distributed; 0: by the links between the ranks.
+        communicators: how many share each payload over torch.distributed; 0: by the links between
+            the ranks.
     """
 
     def __init__(self, choice: str = "auto", communicators: int = 0) -> None:
@@ -361,7 +373,8 @@ class Transports:
             if group in self._memory:
                 continue
             line = self._share_memory(group, fused)
-            # Memory is shared by all; over torch.distributed several communicators may share the payloads.
+            # Memory is shared by all; over torch.distributed several communicators may share the
+            # payloads.
             count = self.count(group) if self._memory[group] is None else 1
             if count > 1:
                 line += f", a share on each of {count} communicators"
@@ -376,13 +389,17 @@ class Transports:
         return lines
 
     def count(self, group: dist.ProcessGroup) -> int:
-        """Return how many communicators share a payload over torch.distributed. Collective over the group."""
+        """Return how many communicators share a payload over torch.distributed.
+
+        Collective over the group.
+        """
         if self.communicators:
             return self.communicators
         return TCP_COMMUNICATORS if over_tcp(group) else 1
 
     def host_memory(self, group: dist.ProcessGroup) -> tuple[HostMemory | None, str]:
-        """Decide for a group without fused kernels whose caller makes its communicators. Collective, once.
+        """Decide for a group without fused kernels whose caller makes its communicators.
+        Collective, once.
 
         Returns: the memory, or None for torch.distributed, and a line for the log.
         """
@@ -393,12 +410,14 @@ class Transports:
     def _share_memory(self, group: dist.ProcessGroup, fused: bool) -> str:
         """Set up what memory the choice and the links allow.
 
-        Returns: a line for the log. It is the same on every rank of the group, as is TransportError.
+        Returns: a line for the log. It is the same on every rank of the group, as is
+            TransportError.
         """
         self._memory[group], how = self._memory_of(group, fused)
         if self._memory[group] is not None:
             if self.communicators > 1:
-                how += f"; MEGATRON_COMPRESSION_COMMUNICATORS={self.communicators} has nothing to share there"
+                variable = f"MEGATRON_COMPRESSION_COMMUNICATORS={self.communicators}"
+                how += f"; {variable} has nothing to share there"
             return f"payloads travel {how}"
         if self.choice == "host" or (self.choice == "symmetric" and fused):
             raise TransportError(
@@ -456,7 +475,8 @@ class Transports:
     def transport(
         self, group: dist.ProcessGroup, on_send: OnSend | None = None, fused: bool = True
     ) -> TorchTransport:
-        """Return the transport of a group: torch.distributed where ``prepare`` was not called or found no memory.
+        """Return the transport of a group: torch.distributed where ``prepare`` was not called or
+        found no memory.
 
         Args:
             group: the ranks.
@@ -477,16 +497,17 @@ def new_groups(
 ) -> list[dist.ProcessGroup] | None:
     """Make process groups of global ranks, also of the same several times.
 
-    Collective over ``callers``: this rank is in all groups that it wants, whose other members want them in
-    the same places of their lists.
+    Collective over ``callers``: this rank is in all groups that it wants, whose other members want
+    them in the same places of their lists.
 
     Args:
         wanted: the global ranks of each group.
-        callers: the ranks that call; None: all of the job. Every rank then makes every group that any rank
-            wants, in one order.
+        callers: the ranks that call; None: all of the job. Every rank then makes every group that
+            any rank wants, in one order.
 
     Returns:
-        The groups in the order of ``wanted``; None where some of the job's ranks alone cannot make any.
+        The groups in the order of ``wanted``; None where some of the job's ranks alone cannot make
+        any.
     """
     everyone = gather_objects([tuple(ranks) for ranks in wanted], callers)
     keys = {(number, ranks) for wishes in everyone for number, ranks in enumerate(wishes)}
@@ -502,10 +523,12 @@ def new_groups(
 
 
 def _agree_on_names(callers: dist.ProcessGroup) -> bool:
-    """Return whether these ranks would give a new group of theirs the same name. Collective over them.
+    """Return whether these ranks would give a new group of theirs the same name. Collective over
+    them.
 
-    Without the job's other ranks torch names a group by its ranks and by the number of groups that a rank is
-    in. Members with different numbers would wait for each other under different names, for ever.
+    Without the job's other ranks torch names a group by its ranks and by the number of groups that
+    a rank is in. Members with different numbers would wait for each other under different names,
+    for ever.
     """
     memberships = len(distributed_c10d._world.pg_names)
     return len(set(gather_objects(memberships, callers))) == 1
@@ -533,8 +556,8 @@ class _Links(NamedTuple):
 def over_tcp(group: dist.ProcessGroup) -> bool:
     """Return whether NCCL's links between the ranks of a group are TCP sockets.
 
-    They are on several hosts without InfiniBand, and on one host where NCCL's variables leave nothing else.
-    Collective, the same on every rank.
+    They are on several hosts without InfiniBand, and on one host where NCCL's variables leave
+    nothing else. Collective, the same on every rank.
     """
     if dist.get_backend(group) != "nccl":
         return False

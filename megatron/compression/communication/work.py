@@ -9,25 +9,27 @@ from typing import Any
 class Work:
     """Communication whose first exchange is under way; ``wait`` finishes it.
 
-    Work of several exchanges is a chain: what follows an exchange (``finish``) starts the next one and returns
-    its ``Work``. ``advance`` takes one step along the chain, so that each exchange overlaps with other work.
-    An all-reduce over a codec:
+    Work of several exchanges is a chain: what follows an exchange (``finish``) starts the next one
+    and returns its ``Work``. ``advance`` takes one step along the chain, so that each exchange
+    overlaps with other work. An all-reduce over a codec:
 
         host        start      GEMM      advance            GEMM       wait
         link        [ all-to-all       ]                    [ all-gather         ]
         device      encode                decode, sum, encode          decode
 
     Args:
-        pending: the exchange in flight, with a ``wait`` of its own (torch.distributed's, or ours); None when
-            it is complete.
-        finish: what to do after it; returns the result, or the ``Work`` of the next exchange. None: nothing.
+        pending: the exchange in flight, with a ``wait`` of its own (torch.distributed's, or ours);
+            None when it is complete.
+        finish: what to do after it; returns the result, or the ``Work`` of the next exchange. None:
+            nothing.
         exchanges: how many there are from here on.
     """
 
     def __init__(
         self, pending: Any, finish: Callable[[], Any] | None = None, exchanges: int = 1
     ) -> None:
-        # One of two states: under way (pending, finish, exchanges left), or done (result, and nothing else).
+        # One of two states: under way (pending, finish, exchanges left), or done (result, and
+        # nothing else).
         self._pending = pending
         self._finish = finish
         self._exchanges = exchanges
@@ -139,8 +141,8 @@ class _Together(Work):
 def join(works: Sequence[Work], result: Any = None) -> Work:
     """Return several works as one.
 
-    Each ``advance`` moves all of them on by one exchange, in their order, so that one's kernels overlap with
-    the others' exchanges.
+    Each ``advance`` moves all of them on by one exchange, in their order, so that one's kernels
+    overlap with the others' exchanges.
 
     Args:
         works: started already.

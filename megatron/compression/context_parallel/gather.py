@@ -1,8 +1,9 @@
-"""Attention under context parallelism: every rank gathers the keys and values of the whole sequence.
+"""Attention under context parallelism: every rank gathers the keys and values of the whole
+sequence.
 
-Megatron distributes a sequence of 2W chunks: rank r holds chunks r and 2W - 1 - r, one after the other. The
-keys and values of all ranks are gathered and put in order, and their gradients reduce-scattered: the way of
-Llama 3 (arXiv 2407.21783, section 3.3.2).
+Megatron distributes a sequence of 2W chunks: rank r holds chunks r and 2W - 1 - r, one after the
+other. The keys and values of all ranks are gathered and put in order, and their gradients
+reduce-scattered: the way of Llama 3 (arXiv 2407.21783, section 3.3.2).
 """
 
 import torch
@@ -17,7 +18,8 @@ from megatron.compression.communication.site import CommSite
 
 
 class SharesSequence:
-    """An attention whose ranks share a sequence: it gathers keys and values by ``gather_sequence``."""
+    """An attention whose ranks share a sequence: it gathers keys and values by
+    ``gather_sequence``."""
 
     context_group: dist.ProcessGroup | None = None
     """The ranks that share a sequence; None: one rank has all of it."""
@@ -32,7 +34,8 @@ def in_order(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def distributed(sequence: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return the ranks' parts of a sequence, one after the other: what ``in_order`` puts in order."""
+    """Return the ranks' parts of a sequence, one after the other: what ``in_order`` puts in
+    order."""
     chunks = sequence.unflatten(0, (2, world_size, -1))
     return torch.stack([chunks[0], chunks[1].flip(0)], dim=1).flatten(0, 2)
 
@@ -57,7 +60,8 @@ def gather_sequence(
 
     Returns: keys and values ``[s, b, groups, head_dim]``, in the order of the sequence.
     """
-    # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes differ.
+    # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes
+    # differ.
     parts = [key.flatten(2), value.flatten(2)]
     ranks = group.size()
 

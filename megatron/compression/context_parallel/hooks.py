@@ -1,4 +1,5 @@
-"""Puts compression of keys and values into a built model: every attention over a sequence gets its site."""
+"""Puts compression of keys and values into a built model: every attention over a sequence gets its
+site."""
 
 from collections.abc import Iterator
 from itertools import chain

@@ -1,22 +1,25 @@
-"""The exchange of tokens between experts: what replaces megatron-core's sending, and who tells it when.
+"""The exchange of tokens between experts: what replaces megatron-core's sending, and when.
 
 megatron-core's dispatchers call three functions of their module to send: ``all_to_all``,
-``gather_from_sequence_parallel_region`` and ``reduce_scatter_to_sequence_parallel_region``. A patch leads them
-to ``TokenExchange`` (patches/communication.py), which is given tensors and a group, but no layer. So the
-dispatchers here say before each of their steps which sites are active, and which tensor holds tokens:
+``gather_from_sequence_parallel_region`` and ``reduce_scatter_to_sequence_parallel_region``. A patch
+leads them to ``TokenExchange`` (patches/communication.py), which is given tensors and a group, but
+no layer. So the dispatchers here say before each of their steps which sites are active, and which
+tensor holds tokens:
 
     step of a dispatcher         what it sends                          how
     dispatch_preprocess          input of shared experts                as its site decides
       preprocess                 counts of tokens by expert             exact, ep.other
-    token_dispatch               tokens; then their probabilities       as the site decides; exact, ep.other
+    token_dispatch               tokens                                 as the site decides
+                                 their probabilities                    exact, ep.other
     dispatch_postprocess         the same, between the ranks that share an expert
     combine_preprocess           sums of experts' outputs, between the ranks that share an expert
     token_combine                experts' outputs                       as the site decides
 
-Ranks of a group send each other unequal numbers of tokens, and hold sequences of different lengths. All must
-decide alike whether a message is compressed, or one sends payloads where another expects values. So a message
-is decided by the tokens that all ranks together route in a forward (``RoutedTokens``), never by a rank's own
-part. Both directions are decided in the forward, for the message in hand.
+Ranks of a group send each other unequal numbers of tokens, and hold sequences of different lengths.
+All must decide alike whether a message is compressed, or one sends payloads where another expects
+values. So a message is decided by the tokens that all ranks together route in a forward
+(``RoutedTokens``), never by a rank's own part. Both directions are decided in the forward, for the
+message in hand.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,11 +47,12 @@ SHARED_EXPERTS = ".shared_experts"
 
 
 class RoutedTokens:
-    """The tokens that all ranks of a dispatcher route in one forward, the same number on every rank.
+    """The tokens that all ranks of a dispatcher route in one forward, the same number on every
+    rank.
 
     Args:
-        rows: how many, over all ranks and experts; or the counts that megatron-core has gathered, of any
-            shape and on any device.
+        rows: how many, over all ranks and experts; or the counts that megatron-core has gathered,
+            of any shape and on any device.
         row_bytes: bytes of one token.
         ranks: number of ranks whose tokens are counted.
     """
@@ -59,7 +63,10 @@ class RoutedTokens:
         self._ranks = ranks
 
     def nbytes(self, group_size: int) -> int:
-        """Return the bytes of the tokens of as many ranks, on average. The host waits for the count once."""
+        """Return the bytes of the tokens of as many ranks, on average.
+
+        The host waits for the count once.
+        """
         if isinstance(self._rows, torch.Tensor):
             self._rows = int(self._rows.sum())
         return self._rows * self._row_bytes * group_size // self._ranks
@@ -92,7 +99,8 @@ class TokenSite(CommSite):
         """Of the forward that is under way; None: the group's messages are of equal parts."""
 
     def decide(self, traffic: str, nbytes: int) -> Decision:
-        """Return how a message is sent now: by what all ranks route, where their parts are unequal."""
+        """Return how a message is sent now: by what all ranks route, where their parts are
+        unequal."""
         # Without a threshold no size matters, and nobody waits for the count.
         if self.routed is not None and self.run.policy.rule(traffic).min_bytes:
             nbytes = self.routed.nbytes(self.group.size())
@@ -182,14 +190,16 @@ Sites = Mapping[dist.ProcessGroup, TokenSite]
 
 
 class TokenExchange:
-    """Exchanges of all dispatchers of this process, whichever run they are of: sites know their own."""
+    """Exchanges of all dispatchers of this process, whichever run they are of: sites know their
+    own."""
 
     def __init__(self) -> None:
         self._sites: Sites | None = None
         self._tokens: torch.Tensor | None = None
         self._exact = False
         self.gathered: torch.Tensor | None = None
-        """What the last exact gather gave: the counts of tokens, where a dispatcher has gathered them."""
+        """What the last exact gather gave: the counts of tokens, where a dispatcher has gathered
+        them."""
 
     @contextmanager
     def under_way(
@@ -379,7 +389,8 @@ class TokenExchange:
 
 
 TOKEN_EXCHANGE = TokenExchange()
-"""The one through which dispatchers send: they call functions of a module, which stand there once."""
+"""The one through which dispatchers send: they call functions of a module, which stand there
+once."""
 
 
 def _compressed(forward: Leg, backward: Leg) -> bool:
@@ -403,13 +414,15 @@ def _plain_numbers(sizes: Sequence[int] | None) -> list[int] | None:
 
 
 class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """An all-to-all between experts' ranks; between those that share an expert, a gather and a sum."""
+    """An all-to-all between experts' ranks; between those that share an expert, a gather and a
+    sum."""
 
     dispatch: Sites
     combine: Sites
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, *args, **kwargs) -> tuple:
-        """Count tokens by expert, and gather the input of shared experts that run with the dispatcher."""
+        """Count tokens by expert, and gather the input of shared experts that run with the
+        dispatcher."""
         ranks = self.tp_ep_group.size()
         rows = hidden_states.shape[:-1].numel() * self.config.moe_router_topk * ranks
         self._note_routed(rows, hidden_states.shape[-1] * hidden_states.element_size())
@@ -417,7 +430,8 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             return super().dispatch_preprocess(hidden_states, *args, **kwargs)
 
     def _note_routed(self, rows: int | torch.Tensor, row_bytes: int) -> None:
-        """Tell the sites how many tokens all ranks route; not those of shared experts, which get equal parts."""
+        """Tell the sites how many tokens all ranks route; not those of shared experts, which get
+        equal parts."""
         self._row_bytes = row_bytes
         routed = RoutedTokens(rows, row_bytes, self.tp_ep_group.size())
         for site in (*self.dispatch.values(), *self.combine.values()):
@@ -429,8 +443,9 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         TOKEN_EXCHANGE.gathered = None
         with TOKEN_EXCHANGE.under_way(self.dispatch, exact=True):
             tokens_per_expert = super().preprocess(routing_map)
-        # This rank's tokens say nothing of the others', whose sequences may be longer: megatron-core gathers
-        # the counts of all, unless experts are padded to a capacity, which needs equal lengths.
+        # This rank's tokens say nothing of the others', whose sequences may be longer:
+        # megatron-core gathers the counts of all, unless experts are padded to a capacity, which
+        # needs equal lengths.
         counts, TOKEN_EXCHANGE.gathered = TOKEN_EXCHANGE.gathered, None
         if counts is not None:
             self._note_routed(counts, self._row_bytes)

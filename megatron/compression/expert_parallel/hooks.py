@@ -1,4 +1,5 @@
-"""Puts the exchange of tokens into a built model: every expert layer's dispatcher gets its sites."""
+"""Puts the exchange of tokens into a built model: every expert layer's dispatcher gets its
+sites."""
 
 from collections.abc import Iterator
 
@@ -33,7 +34,8 @@ _CLASSES = {
 
 
 class ExpertParallel(Dimension):
-    """Gives each expert layer's dispatcher its sites: counted without compression, compressed with it."""
+    """Gives each expert layer's dispatcher its sites: counted without compression, compressed with
+    it."""
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         groups = [group for chunk in chunks for group in self._attach_chunk(chunk)]
@@ -44,7 +46,8 @@ class ExpertParallel(Dimension):
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
         """Return why a dispatcher's tokens could not be compressed, or None."""
-        # Without compression such a dispatcher is not counted: the audit of the first iteration says so.
+        # Without compression such a dispatcher is not counted: the audit of the first iteration
+        # says so.
         for chunk in chunks:
             for path, module in chunk.named_modules():
                 if not isinstance(module, MoELayer):
@@ -53,8 +56,9 @@ class ExpertParallel(Dimension):
                 several = dispatcher.ep_size * dispatcher.tp_size > 1
                 if several and _compressed_class(type(dispatcher)) is None:
                     return (
-                        f"{path}: {type(dispatcher).__name__} sends in a way of its own; use "
-                        "--moe-token-dispatcher-type alltoall or allgather, or drop --ep-compression"
+                        f"{path}: {type(dispatcher).__name__} sends in a way of its own; "
+                        "use --moe-token-dispatcher-type alltoall or allgather, "
+                        "or drop --ep-compression"
                     )
         return None
 

@@ -1,18 +1,20 @@
 """Linear layers of tensor parallelism, whose exchanges overlap with weight gradients. megatron-core
 communicates inside its linear's autograd function, so these are functions of our own.
 
-A column-parallel layer's backward sums its input gradient over the ranks, and the backward of the layers
-before it waits for the sum. What can run meanwhile are weight gradients: its own, and that of the
-row-parallel layer after it (fc2's with fc1's exchange, the attention projection's with qkv's), which is
-deferred until then. The autograd engine orders them: of the nodes that are ready it runs the one that was
-made last in the forward. So a column-parallel layer's forward makes, in this order,
+A column-parallel layer's backward sums its input gradient over the ranks, and the backward of the
+layers before it waits for the sum. What can run meanwhile are weight gradients: its own, and that
+of the row-parallel layer after it (fc2's with fc1's exchange, the attention projection's with
+qkv's), which is deferred until then. The autograd engine orders them: of the nodes that are ready
+it runs the one that was made last in the forward. So a column-parallel layer's forward makes, in
+this order,
 
 1. a node of its input (an identity whose backward waits for the exchange),
 2. a node for each weight (an identity whose backward computes that weight's gradient),
 3. the product itself, whose backward computes the local input gradient and starts the exchange,
 
-and the backward runs them from 3 to 1. Gradients on the way between them are placeholders without memory of
-their own. Cost in memory: the row-parallel layer's output gradient lives until its weight gradient is done.
+and the backward runs them from 3 to 1. Gradients on the way between them are placeholders without
+memory of their own. Cost in memory: the row-parallel layer's output gradient lives until its weight
+gradient is done.
 """
 
 import functools
@@ -67,19 +69,22 @@ class WeightGradient:
         self._inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def provide(self, inputs: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Register where the output gradient ``[n, h_out]`` and the input ``[n, h_in]`` come from."""
+        """Register where the output gradient ``[n, h_out]`` and the input ``[n, h_in]`` come
+        from."""
         self._inputs = inputs
         # In each backward anew, where a graph is kept for several.
         self.exchange.waiting += 1
 
     def compute(self) -> torch.Tensor | None:
-        """Return ``grad_output.T @ input``, or what autograd wants where it is added to ``main_grad``."""
+        """Return ``grad_output.T @ input``, or what autograd wants where it is added to
+        ``main_grad``."""
         inputs, self._inputs = self._inputs, None
         grad_output, x = inputs()
         self.exchange.waiting -= 1
         fused = self.fusion and hasattr(self.weight, "main_grad")
         gradient = self.weight.main_grad if fused else torch.empty_like(self.weight)
-        # In two parts where the exchange has two and no other weight gradient overlaps with the second.
+        # In two parts where the exchange has two and no other weight gradient overlaps with the
+        # second.
         work = self.exchange.work
         parts: Iterable = [(grad_output, gradient)]
         if work is not None and work.exchanges > 1 and not self.exchange.waiting:
@@ -120,16 +125,17 @@ def placeholder(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> tor
 
 @functools.cache
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a zero, made once: each backward of each layer asks for some, and a new one is a kernel."""
+    """Return a zero, made once: each backward of each layer asks for some, and a new one is a
+    kernel."""
     return torch.zeros((), dtype=dtype, device=device)
 
 
 class DeferredWeightGradient:
-    """The weight gradient of one layer that another layer's exchange overlaps with; shared by the two. A
-    plain object, so that neither layer is the other's submodule.
+    """The weight gradient of one layer that another layer's exchange overlaps with; shared by the
+    two. A plain object, so that neither layer is the other's submodule.
 
-    The exchanging layer makes the node of the weight: a column-parallel layer that of the row-parallel one
-    after it; in CAAT-Net, where row-parallel layers exchange, vice versa.
+    The exchanging layer makes the node of the weight: a column-parallel layer that of the
+    row-parallel one after it; in CAAT-Net, where row-parallel layers exchange, vice versa.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -146,7 +152,8 @@ class DeferredWeightGradient:
             self._prepared = gradient_from(gradient.compute, weight), gradient
 
     def use(self) -> tuple[torch.Tensor, WeightGradient] | None:
-        """Return the weight and what computes its gradient, once; called in the forward of the layer itself."""
+        """Return the weight and what computes its gradient, once; called in the forward of the
+        layer itself."""
         prepared, self._prepared = self._prepared, None
         return prepared
 
@@ -216,9 +223,9 @@ def column_parallel_linear(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, ``[s, b, h_out / W]``, with this rank's rows of the weight.
 
-    The input gradient is summed over the ranks while weight gradients are computed. With sequence parallelism
-    the input is gathered and the gradient scattered along the first dimension; the input's payload is kept
-    for the backward instead of the input itself.
+    The input gradient is summed over the ranks while weight gradients are computed. With sequence
+    parallelism the input is gathered and the gradient scattered along the first dimension; the
+    input's payload is kept for the backward instead of the input itself.
 
     Args:
         x: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
@@ -226,7 +233,8 @@ def column_parallel_linear(
         bias: ``[h_out / W]``, or None.
         messages: of the gathers of the input and of the sum of its gradient.
         sequence_parallel: each rank holds a part of the tokens.
-        deferred: the weight gradient of the row-parallel layer that has this layer's output as its input.
+        deferred: the weight gradient of the row-parallel layer that has this layer's output as its
+            input.
         fusion: add the weight gradient to ``weight.main_grad``.
     """
     exchange = InputGradientExchange()
@@ -296,9 +304,11 @@ def row_parallel_linear(
     Args:
         x: ``[s, b, h_in / W]``.
         weight: ``[h_out, h_in / W]``, this rank's columns.
-        messages: of the sum of the output and, with sequence parallelism, the gather of its gradient.
+        messages: of the sum of the output and, with sequence parallelism, the gather of its
+            gradient.
         sequence_parallel: each rank keeps a part of the tokens.
-        deferred: this weight's gradient, if the column-parallel layer before this one has prepared it.
+        deferred: this weight's gradient, if the column-parallel layer before this one has prepared
+            it.
         fusion: add the weight gradient to ``weight.main_grad``.
     """
     gradient = None
@@ -352,8 +362,8 @@ def gather_columns(
 
 
 def gather_tokens(site: CommSite, x: torch.Tensor) -> torch.Tensor:
-    """Return ``[W * n, ...]``: every rank's ``[n, ...]``. Each rank has a part of its gradient; they are
-    summed."""
+    """Return ``[W * n, ...]``: every rank's ``[n, ...]``. Each rank has a part of its gradient;
+    they are summed."""
 
     def scatter(gradient: torch.Tensor) -> torch.Tensor:
         message = site.message("tp.backward", "reduce_scatter", gradient.nbytes)
@@ -363,7 +373,10 @@ def gather_tokens(site: CommSite, x: torch.Tensor) -> torch.Tensor:
 
 
 def gather_channels(site: CommSite, x: torch.Tensor) -> torch.Tensor:
-    """Return ``[s, b, W * n]``: every rank's ``[s, b, n]``. Its gradient is the same on all ranks."""
+    """Return ``[s, b, W * n]``: every rank's ``[s, b, n]``.
+
+    Its gradient is the same on all ranks.
+    """
     ranks = site.group.size()
     rank = site.group.rank()
     return WithBackward.apply(
@@ -374,8 +387,8 @@ def gather_channels(site: CommSite, x: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_tokens(site: CommSite, x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's ``[n, ...]`` of ``[W * n, ...]``, which all ranks have; their gradients are
-    gathered."""
+    """Return this rank's ``[n, ...]`` of ``[W * n, ...]``, which all ranks have; their gradients
+    are gathered."""
 
     def gather_gradient(gradient: torch.Tensor) -> torch.Tensor:
         return gather(site, gradient, "tp.backward")

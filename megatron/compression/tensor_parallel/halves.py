@@ -1,10 +1,12 @@
 """Interleaved halves of a micro-batch: a sum of one half overlaps with a block of the other half.
 
-A block is an attention or an MLP, with the norm before it and the residual add after it. It communicates
-twice: its output is summed over the tensor-parallel ranks, and in the backward its input's gradient is.
+A block is an attention or an MLP, with the norm before it and the residual add after it. It
+communicates twice: its output is summed over the tensor-parallel ranks, and in the backward its
+input's gradient is.
 
-The forward of two blocks, A and M, in the host's order. A1 is block A of half 1; in(M1) is the ``BlockInput``
-between A1 and M1, which adds the sum of A1 to the residual stream and computes the norm of M1.
+The forward of two blocks, A and M, in the host's order. A1 is block A of half 1; in(M1) is the
+``BlockInput`` between A1 and M1, which adds the sum of A1 to the residual stream and computes the
+norm of M1.
 
     host                                                   link
     in(A1), in(A2): nodes made
@@ -19,28 +21,30 @@ between A1 and M1, which adds the sum of A1 to the residual stream and computes 
       sum of A2 advanced                                   sum of A2, second exchange
       ...
 
-The backward is ordered by the autograd engine: of the nodes that are ready it runs the one that was made
-last. The nodes were made in the order
+The backward is ordered by the autograd engine: of the nodes that are ready it runs the one that was
+made last. The nodes were made in the order
 
     in(A1)  in(A2)  [A1]  in(M1)  [A2]  in(M2)  [M1]  end(1)  [M2]  end(2)
 
-so that the engine runs end(2), [M2], end(1), [M1], in(M2), [A2], in(M1), [A1], in(A2), in(A1). Between [M2],
-which starts the sum of its input gradient, and in(M2), which waits for it, lies all of [M1]:
+so that the engine runs end(2), [M2], end(1), [M1], in(M2), [A2], in(M1), [A1], in(A2), in(A1).
+Between [M2], which starts the sum of its input gradient, and in(M2), which waits for it, lies all
+of [M1]:
 
     backward   [M2]    end(1) [M1]    in(M2) [A2]    in(M1) [A1]    in(A2)    in(A1)
     link          gradient of M2   gradient of M1   gradient of A2   gradient of A1
 
-That is why the residual add and the norm are one node, made early and computed late. Made where it is
-computed, in(M2) would come after [M1] in the forward. In the backward it would then precede [M1], and wait
-for the gradient of M2 with nothing to overlap it.
+That is why the residual add and the norm are one node, made early and computed late. Made where it
+is computed, in(M2) would come after [M1] in the forward. In the backward it would then precede
+[M1], and wait for the gradient of M2 with nothing to overlap it.
 
 Invariants:
 
-- Everything runs on one stream, in the host's order. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron
-  demands before Blackwell, a second stream that waits for an exchange would hold up the first one's kernels.
+- Everything runs on one stream, in the host's order. With CUDA_DEVICE_MAX_CONNECTIONS=1, which
+  Megatron demands before Blackwell, a second stream that waits for an exchange would hold up the
+  first one's kernels.
 - Every rank runs the same order, so collectives match.
-- A weight that both halves use is one leaf of one graph: its gradients are added on the stream one after the
-  other, and DDP's hook runs once, after both.
+- A weight that both halves use is one leaf of one graph: its gradients are added on the stream one
+  after the other, and DDP's hook runs once, after both.
 - Layers do not know of this: they send by stand-ins for their sites (halves_messages.py).
 """
 
@@ -114,15 +118,17 @@ class BlockOutput(NamedTuple):
 
 
 class BlockInput:
-    """The input of a half's next block: the residual add and the norm, made early and computed late.
+    """The input of a half's next block: the residual add and the norm, made early and computed
+    late.
 
         x = residual + dropout(sum + bias)        the residual stream
         y = norm(x)                               the block's input
 
     Args:
-        residual: the residual stream before the half's previous block ``[s, b, h]``: the model's input, or
-            the input of that block.
-        block: the next block; None after the last one, where ``x`` is the result and there is no ``y``.
+        residual: the residual stream before the half's previous block ``[s, b, h]``: the model's
+            input, or the input of that block.
+        block: the next block; None after the last one, where ``x`` is the result and there is no
+            ``y``.
         output: what the half's previous block has computed; None at the beginning.
     """
 
@@ -146,7 +152,8 @@ class BlockInput:
         total = None if output is None else output.total
         bias = None if output is None else output.bias
         self.x, self.y = _BlockInputNode.apply(self.backward, residual, total, bias, *parameters)
-        """The residual stream and the block's input, both ``[s, b, h]`` and without values until computed."""
+        """The residual stream and the block's input, both ``[s, b, h]`` and without values until
+        computed."""
         self._computed = False
         self._gathers = block is not None and getattr(block.column, "sequence_parallel", False)
         """Whether the block begins with a gather of its input, as with sequence parallelism."""
@@ -168,8 +175,9 @@ class BlockInput:
             return
         self._computed = True
         stream = self._add_output()
-        # By ``data``: x and y are outputs of a node whose position in the graph is fixed; any other way to give
-        # them values is another node, later in the order. Nobody has read them, so autograd has saved nothing.
+        # By ``data``: x and y are outputs of a node whose position in the graph is fixed; any other
+        # way to give them values is another node, later in the order. Nobody has read them, so
+        # autograd has saved nothing.
         self.x.data = stream.detach()
         if self.block is None:
             return
@@ -186,7 +194,8 @@ class BlockInput:
             self.backward.column.start_gather(self.y)
 
     def _add_output(self) -> torch.Tensor:
-        """Return the residual stream ``[s, b, h]`` after the previous block, and forget what it is made of."""
+        """Return the residual stream ``[s, b, h]`` after the previous block, and forget what it is
+        made of."""
         residual, output = self.residual, self.output
         del self.residual, self.output  # nothing is kept alive
         if output is None:
@@ -206,14 +215,16 @@ class BlockInput:
 class BlockInputBackward:
     """The backward of a block input: gradients of the residual stream, of the sum and of the norm.
 
-    An object of its own: the graph holds it, not the ``BlockInput`` with its tensors. It and those of the
-    neighbours hold each other in cycles, so ``gradients`` drops every reference itself: the memory is freed
-    then, not when Python's garbage collector comes by.
+    An object of its own: the graph holds it, not the ``BlockInput`` with its tensors. It and those
+    of the neighbours hold each other in cycles, so ``gradients`` drops every reference itself: the
+    memory is freed then, not when Python's garbage collector comes by.
 
     Args:
         parameters: those of the norm.
-        column: of the next block: has the sum of the gradient of ``y`` under way. None: there is no block.
-        previous: of the input of the half's previous block, whose ``x`` is the residual stream before.
+        column: of the next block: has the sum of the gradient of ``y`` under way. None: there is no
+            block.
+        previous: of the input of the half's previous block, whose ``x`` is the residual stream
+            before.
         row: of the half's previous block: gathers the gradient of its sum. None: there is no block.
     """
 
@@ -240,10 +251,11 @@ class BlockInputBackward:
         """What ``gradients`` returns, where ``start_gather`` has computed it early."""
 
     def start_gather(self) -> None:
-        """With sequence parallelism: compute the gradients and begin to gather that of the previous sum.
+        """With sequence parallelism: compute the gradients and begin to gather that of the previous
+        sum.
 
-        Called before the last product of the other half's backward, which overlaps with the gather. The
-        gradient of ``x`` is known by then: the next input of this half has computed it.
+        Called before the last product of the other half's backward, which overlaps with the gather.
+        The gradient of ``x`` is known by then: the next input of this half has computed it.
         """
         if self.row is None or not self.row.has_backward or self._grad_x is None:
             return
@@ -256,11 +268,11 @@ class BlockInputBackward:
 
         Args:
             grad_x: of ``x``; None: ``x`` has none.
-            grad_y: of ``y``; a placeholder where the column-parallel layer has its sum under way, which is
-                waited for here.
+            grad_y: of ``y``; a placeholder where the column-parallel layer has its sum under way,
+                which is waited for here.
 
-        Returns: the gradients of the residual stream before, of dropout's input (the previous block's sum
-            and bias), and a list of those of the norm's parameters.
+        Returns: the gradients of the residual stream before, of dropout's input (the previous
+            block's sum and bias), and a list of those of the norm's parameters.
         """
         if self._early is not None:
             early, self._early = self._early, None
@@ -288,7 +300,8 @@ class BlockInputBackward:
         return gradient, grad_output, grad_parameters
 
     def _through_norm(self, grad_y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Return the gradients of the norm's input and of its parameters, None for those not trained."""
+        """Return the gradients of the norm's input and of its parameters, None for those not
+        trained."""
         if self.norm is None:
             raise RuntimeError(
                 "interleaved halves have one backward a forward; drop retain_graph=True"
@@ -336,7 +349,8 @@ def interleave(
     """Run blocks of two halves in turn.
 
     Args:
-        blocks: in their order: the first one of the first half, the first one of the second, and so on.
+        blocks: in their order: the first one of the first half, the first one of the second, and so
+            on.
         halves: the residual streams ``[s, b, h]`` before the first block.
 
     Returns: the two residual streams ``[s, b, h]`` after the last block.

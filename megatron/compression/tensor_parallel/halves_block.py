@@ -32,8 +32,8 @@ _NOT_HALVED = ("context", "packed_seq_params", "attention_bias", "extract_layer_
 class Dropout:
     """The dropout of one block's output in both halves.
 
-    The mask is drawn once for the whole micro-batch, when the first half asks, so that halves draw the random
-    numbers that the whole would.
+    The mask is drawn once for the whole micro-batch, when the first half asks, so that halves draw
+    the random numbers that the whole would.
 
     Args:
         probability: of a value to be dropped.
@@ -94,15 +94,17 @@ def blocks_of(
 class HalvesBlock(TransformerBlock):
     """Two halves of the micro-batch: one computes while the other's sums are under way.
 
-    The same function as megatron-core's block, with its random numbers. The halves of an odd micro-batch
-    differ by a sequence. What generates text, and evaluates sequences one by one, is not halved.
+    The same function as megatron-core's block, with its random numbers. The halves of an odd
+    micro-batch differ by a sequence. What generates text, and evaluates sequences one by one, is
+    not halved.
 
-    Replaces ``TransformerBlock`` by a change of class, with its state. Layers themselves are not called, but
-    their modules are: hooks of a ``TransformerLayer`` would not run.
+    Replaces ``TransformerBlock`` by a change of class, with its state. Layers themselves are not
+    called, but their modules are: hooks of a ``TransformerLayer`` would not run.
     """
 
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
-        """Map ``[s, b, h]`` to ``[s, b, h]``; arguments are megatron-core's, of training and evaluation.
+        """Map ``[s, b, h]`` to ``[s, b, h]``; arguments are megatron-core's, of training and
+        evaluation.
 
         Raises:
             InputError: an argument that halves do not support.
@@ -137,9 +139,11 @@ class HalvesBlock(TransformerBlock):
         return make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
 
     def _halves(self, received: Any, options: dict[str, Any]) -> bool:
-        """Return whether this call is halved: not text generation, nor an evaluation of single sequences."""
+        """Return whether this call is halved: not text generation, nor an evaluation of single
+        sequences."""
         if not self.layers or any(options.get(name) is not None for name in _OF_INFERENCE):
-            return False  # megatron-core's inference engine passes a wrapper of the tensor, without a shape
+            # megatron-core's inference engine passes a wrapper of the tensor, which has no shape.
+            return False
         return torch.is_grad_enabled() or received.shape[1] >= 2
 
     def _run(
@@ -182,7 +186,8 @@ class HalvesBlock(TransformerBlock):
         return blocks
 
     def _recomputed_parts(self) -> list[tuple[Sequence[torch.nn.Module], bool]]:
-        """Return the layers in the parts that ``--recompute-method`` has, and whether each is recomputed."""
+        """Return the layers in the parts that ``--recompute-method`` has, and whether each is
+        recomputed."""
         config = self.config
         layers = list(self.layers)
         count = config.recompute_num_layers or 1
@@ -223,8 +228,8 @@ def attach(chunk: torch.nn.Module) -> None:
     decoder = getattr(chunk, "decoder", None)
     if type(decoder) is not TransformerBlock and not isinstance(decoder, HalvesBlock):
         raise CompressionConfigError(
-            f"{HALVES} covers a decoder of megatron-core's TransformerBlock, not {type(decoder).__name__}; "
-            "drop the flag"
+            f"{HALVES} covers a decoder of megatron-core's TransformerBlock, "
+            f"not {type(decoder).__name__}; drop the flag"
         )
     for path, layer in decoder.layers.named_children():
         if reason := _why_not_halved(layer):
@@ -236,7 +241,8 @@ def attach(chunk: torch.nn.Module) -> None:
 
 
 def _why_not_halved(layer: torch.nn.Module) -> str | None:
-    """Return what of a layer would not be computed if its modules were called instead of it, or None."""
+    """Return what of a layer would not be computed if its modules were called instead of it, or
+    None."""
     if type(layer) is not TransformerLayer:
         return f"is a {type(layer).__name__}"
     attention = layer.self_attention

@@ -1,20 +1,23 @@
 """Messages of interleaved halves: they stay under way when the layer that sends them has returned.
 
-A tensor-parallel layer sends by the messages of its site and waits for them. While a block of one half of
-a micro-batch runs (halves.py), its two layers have stand-ins for their sites, which give them messages that
-do not wait. Whoever schedules the halves waits later, behind a block of the other half:
+A tensor-parallel layer sends by the messages of its site and waits for them. While a block of one
+half of a micro-batch runs (halves.py), its two layers have stand-ins for their sites, which give
+them messages that do not wait. Whoever schedules the halves waits later, behind a block of the
+other half:
 
-    layer             message of it                what the layer gets           who waits
-    row-parallel      sum of the output            a tensor without values       BlockInput.compute
-                      gather of its gradient       a gather begun before         the layer
-    column-parallel   gather of the input          a gather begun before         the layer
-                      sum of the input gradient    a placeholder                 BlockInputBackward.gradients
+    layer            message of it              what the layer gets       who waits
+    row-parallel     sum of the output          a tensor without values   BlockInput.compute
+                     gather of its gradient     a gather begun before     the layer
+    column-parallel  gather of the input        a gather begun before     the layer
+                     sum of the input gradient  a placeholder             BlockInputBackward
 
-The gathers exist with sequence parallelism alone. Each is begun one block early, where its input is known.
+The gathers exist with sequence parallelism alone. Each is begun one block early, where its input is
+known.
 
-A stand-in serves one call of its layer, forward and backward, so it is the pair of the call's messages as
-well (``site.MessagePair``). It always says that the layer has to send by it: megatron-core's functions would
-wait, also for what goes uncompressed. Each message is decided when it is sent.
+A stand-in serves one call of its layer, forward and backward, so it is the pair of the call's
+messages as well (``site.MessagePair``). It always says that the layer has to send by it:
+megatron-core's functions would wait, also for what goes uncompressed. Each message is decided when
+it is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +36,8 @@ from megatron.compression.tensor_parallel.functions import placeholder
 
 
 class RowStandIn:
-    """Stands in for the site of a row-parallel layer during one call: the sum of its output stays under way."""
+    """Stands in for the site of a row-parallel layer during one call: the sum of its output stays
+    under way."""
 
     compressed = True
     """The layer sends by these messages, whether a codec encodes them or not."""
@@ -75,7 +79,8 @@ class RowStandIn:
 class ColumnStandIn:
     """Stands in for the site of a column-parallel layer during one call.
 
-    The gather of its input is begun before the layer runs, and the sum of its input gradient stays under way.
+    The gather of its input is begun before the layer runs, and the sum of its input gradient stays
+    under way.
     """
 
     compressed = True
@@ -87,7 +92,8 @@ class ColumnStandIn:
         self.gradient: Work | None = None
         """The sum of the input gradient while it is under way."""
         self.after_gather: Callable[[], None] | None = None
-        """Called in the backward when the gather of the input has begun: the other half begins its own."""
+        """Called in the backward when the gather of the input has begun: the other half begins its
+        own."""
         self._nbytes = 0
         self._input_gather: _InputGather | None = None
 
@@ -158,7 +164,8 @@ class _InputGradientSum:
 
 
 class _Begun:
-    """A gather that has been started already; what the layer gives to ``start`` is what is gathered."""
+    """A gather that has been started already; what the layer gives to ``start`` is what is
+    gathered."""
 
     __slots__ = ("_work",)
 
@@ -172,7 +179,8 @@ class _Begun:
 class _InputGather:
     """The gather of a column-parallel layer's input, begun when it is made.
 
-    Payload and result are handed to the layer and forgotten here, so that their memory is the layer's.
+    Payload and result are handed to the layer and forgotten here, so that their memory is the
+    layer's.
     """
 
     __slots__ = ("_message", "_payload", "_stand_in", "_work")
@@ -196,7 +204,8 @@ class _InputGather:
 
 
 class _GatherInBackward:
-    """The gather of the layer's input in its backward; behind it the other half begins one of its own."""
+    """The gather of the layer's input in its backward; behind it the other half begins one of its
+    own."""
 
     __slots__ = ("_message", "_stand_in")
 

@@ -1,4 +1,5 @@
-"""Puts tensor-parallel compression into a built model: every layer that communicates gets its site."""
+"""Puts tensor-parallel compression into a built model: every layer that communicates gets its
+site."""
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -48,9 +49,9 @@ from megatron.compression.transformer_engine.hooks import (
     why_not_covered,
 )
 
-# Models name some of these classes themselves, outside the layer spec, and another entrypoint's spec names
-# megatron-core's: they change class after building. The subclasses add no state. With each: the methods that
-# it replaces.
+# Models name some of these classes themselves, outside the layer spec, and another entrypoint's
+# spec names megatron-core's: they change class after building. The subclasses add no state. With
+# each: the methods that it replaces.
 _CLASSES = {
     VocabParallelEmbedding: (CompressedVocabParallelEmbedding, ("forward",)),
     ColumnParallelLinear: (CompressedColumnParallelLinear, ("_forward_impl",)),
@@ -84,7 +85,10 @@ class TensorParallel(Dimension):
             self._prepare_transports(chunks)
 
     def _prepare_transports(self, chunks: list[torch.nn.Module]) -> None:
-        """Set up what carries payloads, and log it. Collective: also ranks whose chunks have no site call."""
+        """Set up what carries payloads, and log it.
+
+        Collective: also ranks whose chunks have no site call.
+        """
         transports = self.run.transports
         groups = dict.fromkeys(site.group for chunk in chunks for site in sites_of(chunk))
         for line in transports.prepare(groups):
@@ -92,8 +96,8 @@ class TensorParallel(Dimension):
         overlaps = all(transports.transport(group).overlaps for group in groups)
         if self.config.halves and not overlaps:
             self.log(
-                f"compression: {HALVES} makes messages smaller and overlaps with none: over symmetric "
-                "memory a collective fills the device; drop it"
+                f"compression: {HALVES} makes messages smaller and overlaps with none: over "
+                "symmetric memory a collective fills the device; drop it"
             )
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
@@ -109,7 +113,8 @@ class TensorParallel(Dimension):
         unmet = sorted(set.intersection(*unmet_by_rank))
         if unmet:
             raise CompressionConfigError(
-                f"{unmet[0]} names nothing that this model sends over tensor parallelism; drop that part"
+                f"{unmet[0]} names nothing that this model sends over tensor parallelism; "
+                "drop that part"
             )
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
@@ -164,7 +169,8 @@ def _uncovered(chunk: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
-    """Return the class that compresses what a module sends and None, or None and the reason why none does.
+    """Return the class that compresses what a module sends and None, or None and the reason why
+    none does.
 
     Both are None where the module is no layer of megatron-core's that communicates.
     """
@@ -181,7 +187,8 @@ def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
 
 
 def unmet_parts(chunks: list[torch.nn.Module], config: TensorParallelConfig) -> set[str]:
-    """Return the parts of the settings by site and layer that name nothing that these attached chunks send."""
+    """Return the parts of the settings by site and layer that name nothing that these attached
+    chunks send."""
     messages: list[tuple[str, int | str | None, str]] = []
     for chunk in chunks:
         for module in chunk.modules():
@@ -189,7 +196,8 @@ def unmet_parts(chunks: list[torch.nn.Module], config: TensorParallelConfig) -> 
             if isinstance(site, CommSite):
                 for traffic in getattr(module, "traffic", ()):
                     messages.append((site.name, site.layer, traffic))
-            # Ranks that share an expert send each other tokens as tensor parallelism's settings say.
+            # Ranks that share an expert send each other tokens as tensor parallelism's settings
+            # say.
             token_sites = getattr(getattr(module, "token_dispatcher", None), "dispatch", None)
             if isinstance(token_sites, dict):
                 for site in token_sites.values():
@@ -262,9 +270,9 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
 def _count_batches(chunk: torch.nn.Module, ledger: Ledger, broadcasts: bool) -> None:
     """Count what a model chunk's inputs and its loss cost, exact by design, as tp.other.
 
-    That is the batch's broadcast in Megatron's loop, and three fp32 all-reduces of one value a token in a
-    vocabulary-parallel cross entropy. Each further token predicted has its own cross entropy, for which in
-    training the largest logits and their indices are gathered.
+    That is the batch's broadcast in Megatron's loop, and three fp32 all-reduces of one value a
+    token in a vocabulary-parallel cross entropy. Each further token predicted has its own cross
+    entropy, for which in training the largest logits and their indices are gathered.
 
     Args:
         chunk: counted when its forward ends.

@@ -1,11 +1,12 @@
 """Tensor-parallel layers whose collectives go through a site.
 
-Each is megatron-core's layer with its communication replaced. Without a site (``hooks.attach`` gives it one)
-a layer is megatron-core's. With one, its forward asks the site once, for both directions:
+Each is megatron-core's layer with its communication replaced. Without a site (``hooks.attach``
+gives it one) a layer is megatron-core's. With one, its forward asks the site once, for both
+directions:
 
-    messages = self.site.pair(...)           how the forward's and the backward's messages are sent
-    if not messages.compressed:              megatron-core's own functions send them, and they are counted
-    else:                                    our functions (functions.py) send them
+    messages = self.site.pair(...)    how the forward's and the backward's messages are sent
+    if not messages.compressed:       megatron-core's own functions send them; they are counted
+    else:                             our functions (functions.py) send them
 
 Where only one direction is compressed our functions send the other one as well, uncompressed.
 """
@@ -47,7 +48,8 @@ BOTH = ("tp.forward", "tp.backward")
 class CompressedRowParallelLinear(RowParallelLinear):
     """Row-parallel linear layer: attention projection and fc2.
 
-    Compressed: the forward's all-reduce; with sequence parallelism the forward's reduce-scatter and the
+    Compressed: the forward's all-reduce; with sequence parallelism the forward's reduce-scatter and
+        the
     backward's all-gather.
     """
 
@@ -67,13 +69,14 @@ class CompressedRowParallelLinear(RowParallelLinear):
         """
         output, bias = self._product(input_)
         if bias is not None:
-            # A view: --recompute-modules mlp returns it from an autograd function, which would otherwise make
-            # the parameter itself its output, and the backward run in a circle.
+            # A view: --recompute-modules mlp returns it from an autograd function, which would
+            # otherwise make the parameter itself its output, and the backward run in a circle.
             bias = bias.view_as(bias)
         return output, bias
 
     def _product(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output and the bias, as ``forward``, of our function or of megatron-core's layer."""
+        """Return the output and the bias, as ``forward``, of our function or of megatron-core's
+        layer."""
         if self.site is None:
             return super().forward(input_)
         tokens = input_.numel() // input_.shape[-1]
@@ -99,7 +102,8 @@ class CompressedRowParallelLinear(RowParallelLinear):
 class CompressedColumnParallelLinear(ColumnParallelLinear):
     """Column-parallel linear layer: qkv, fc1 and the output layer.
 
-    Compressed: the all-reduce of the input gradient; with sequence parallelism the all-gathers of the input
+    Compressed: the all-reduce of the input gradient; with sequence parallelism the all-gathers of
+        the input
     in both directions and the reduce-scatter of its gradient.
     """
 
@@ -192,7 +196,8 @@ class CompressedVocabParallelEmbedding(VocabParallelEmbedding):
 class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
     """Word and position embeddings under sequence parallelism.
 
-    Compressed: the backward's all-gather of the gradient of the tokens that each rank keeps. Without learned
+    Compressed: the backward's all-gather of the gradient of the tokens that each rank keeps.
+        Without learned
     positions the vocabulary embedding scatters its tokens itself.
     """
 
@@ -269,7 +274,8 @@ class CompressedSelfAttention(SelfAttention):
             hidden_states: ``[s, b, h]``, or ``[s / W, b, h]`` with sequence parallelism.
             key_value_states: for megatron-core's method.
             output_gate: for megatron-core's method, which is refused with compression.
-            split_qkv: False: return the group's columns as they are, and the sizes of their three parts.
+            split_qkv: False: return the group's columns as they are, and the sizes of their three
+                parts.
 
         Returns: queries ``[s, b, heads / W, d]``, keys and values ``[s, b, 1, d]``.
         """
@@ -286,8 +292,8 @@ class CompressedSelfAttention(SelfAttention):
             if result[0].requires_grad:
                 messages.backward("reduce_scatter")
             return result
-        # Ranks that share a query group are neighbours; each has some columns of its group's queries, keys
-        # and values, and attends with its part of the queries.
+        # Ranks that share a query group are neighbours; each has some columns of its group's
+        # queries, keys and values, and attends with its part of the queries.
         sharers = ranks // self.config.num_query_groups
         position = self.site.group.rank() % sharers
         first = self.site.group.rank() - position
@@ -313,7 +319,8 @@ class CompressedSelfAttention(SelfAttention):
 class CompressedLatentAttention(MLASelfAttention):
     """Multi-latent attention.
 
-    Compressed: under sequence parallelism the gather of the keys' positions and the reduce-scatter of their
+    Compressed: under sequence parallelism the gather of the keys' positions and the reduce-scatter
+        of their
     gradient, and what sharded projections down gather.
     """
 
@@ -332,7 +339,8 @@ class CompressedLatentAttention(MLASelfAttention):
 class CompressedPredictionLayer(MultiTokenPredictionLayer):
     """A multi-token-prediction layer.
 
-    Compressed: the gather of its projection's output, and under sequence parallelism the gather of the
+    Compressed: the gather of its projection's output, and under sequence parallelism the gather of
+        the
     gradient of the tokens that each rank keeps of it.
     """
 
@@ -344,8 +352,8 @@ class CompressedPredictionLayer(MultiTokenPredictionLayer):
 
 
 _active_site: ContextVar[CommSite | None] = ContextVar("active_site", default=None)
-"""The site of the layer that runs and gathers or scatters by functions that get no layer; None: no layer of
-ours."""
+"""The site of the layer that runs and gathers or scatters by functions that get no layer; None: no
+layer of ours."""
 
 
 def _running(site: CommSite | None, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -358,7 +366,8 @@ def _running(site: CommSite | None, method: Callable[..., Any], *args: Any, **kw
 
 
 def _instead(ours: Callable[[CommSite, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a replacement of a function of megatron-core's: ``ours(site, x)`` where a site is active."""
+    """Return a replacement of a function of megatron-core's: ``ours(site, x)`` where a site is
+    active."""
 
     def call(
         original: Callable[..., torch.Tensor], input_: torch.Tensor, *args: Any, **kwargs: Any
@@ -376,12 +385,13 @@ REGIONS = {
     "gather_from_tensor_model_parallel_region": _instead(gather_channels),
     "scatter_to_sequence_parallel_region": _instead(scatter_tokens),
 }
-"""Replacements of functions in the modules of ``CompressedLatentAttention`` and ``CompressedPredictionLayer``,
-by their names in megatron-core."""
+"""Replacements of functions in the modules of ``CompressedLatentAttention`` and
+``CompressedPredictionLayer``, by their names in megatron-core."""
 
 
 def _count_reduction(messages: MessagePair, sequence_parallel: bool, backward: bool) -> None:
-    """Count megatron-core's own reduction of a forward, and the all-gather that its backward will do."""
+    """Count megatron-core's own reduction of a forward, and the all-gather that its backward will
+    do."""
     if not sequence_parallel:
         messages.forward("all_reduce")
         return

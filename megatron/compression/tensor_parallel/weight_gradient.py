@@ -1,9 +1,11 @@
-"""Gradient accumulation fusion on torch's own GEMMs: a weight's gradient is added to main_grad as it is made.
+"""Gradient accumulation fusion on torch's own GEMMs: a weight's gradient is added to main_grad as
+it is made.
 
-    main_grad += grad_output.T @ x        fp32 sums of bf16 products, no bf16 gradient and no add in between
+    main_grad += grad_output.T @ x        fp32 sums of bf16 products, without a bf16 gradient
 
-Where apex is installed its kernels do it. The protocol is that of megatron-core's linear layers: DDP makes
-``weight.main_grad`` and ``weight.grad_added_to_main_grad``, and its hook expects a gradient that it drops.
+Where apex is installed its kernels do it. The protocol is that of megatron-core's linear layers:
+DDP makes ``weight.main_grad`` and ``weight.grad_added_to_main_grad``, and its hook expects a
+gradient that it drops.
 """
 
 import torch
@@ -17,7 +19,8 @@ except ImportError:
 
 
 def add_product(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add ``grad_output.T @ x`` to ``main_grad`` in place, by torch; it has the signature of apex's functions.
+    """Add ``grad_output.T @ x`` to ``main_grad`` in place, by torch; it has the signature of apex's
+    functions.
 
     On CUDA that is one GEMM. Elsewhere the operands are cast to main_grad's dtype first.
 
@@ -52,13 +55,15 @@ def accumulate(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tens
 
 
 def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return what a backward returns once the gradient is in main_grad: DDP's hook wants one, and drops it.
+    """Return what a backward returns once the gradient is in main_grad: DDP's hook wants one, and
+    drops it.
 
-    Its values are undefined, but zero for a weight that embedding and output layer of one stage share
-    (``zero_out_wgrad``): autograd adds the embedding's gradient, and the hook adds the sum to main_grad.
+    Its values are undefined, but zero for a weight that embedding and output layer of one stage
+    share (``zero_out_wgrad``): autograd adds the embedding's gradient, and the hook adds the sum to
+    main_grad.
 
-    Returns: A tensor like ``weight``, ``grad_added_to_main_grad`` being set. None where no DDP asks for it,
-        and for a second use of the weight in one backward: DDP's hook runs once a backward.
+    Returns: A tensor like ``weight``, ``grad_added_to_main_grad`` being set. None where no DDP asks
+        for it, and for a second use of the weight in one backward: DDP's hook runs once a backward.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -73,7 +78,8 @@ def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def fill_weight_gradient_slot() -> bool:
-    """Make gradient accumulation fusion, Megatron's default, work without apex in models built from now on.
+    """Make gradient accumulation fusion, Megatron's default, work without apex in models built from
+    now on.
 
     Idempotent. Returns whether our function is in the slot.
     """

@@ -1,8 +1,10 @@
-"""Attention of torch-native layers: on `torch.nn.functional.scaled_dot_product_attention`, and multi-latent.
+"""Attention of torch-native layers: on `torch.nn.functional.scaled_dot_product_attention`, and
+multi-latent.
 
     context = dropout(softmax(scale * q k^T + mask)) v
 
-The same function as megatron-core's DotProductAttention, without the [b, heads, s, s] scores in memory.
+The same function as megatron-core's DotProductAttention, without the [b, heads, s, s] scores in
+memory.
 """
 
 import contextlib
@@ -36,7 +38,8 @@ USE_LOCAL = "use --attention-backend local (megatron-core's unfused attention)"
 USE_TE = "use --transformer-impl transformer_engine"
 
 _KERNELS = {
-    # torch's own order (on Hopper cuDNN before flash), which also saves the host 30 microseconds a call
+    # torch's own order (on Hopper cuDNN before flash), which also saves the host 30 microseconds a
+    # call
     AttnBackend.auto: None,
     AttnBackend.flash: [SDPBackend.FLASH_ATTENTION],
     AttnBackend.fused: [SDPBackend.CUDNN_ATTENTION],
@@ -55,9 +58,10 @@ _MASK_TYPES = (
 class SDPACoreAttention(SharesSequence, MegatronModule):
     """Drop-in for megatron-core's DotProductAttention (a ``core_attention`` of a layer spec).
 
-    Causal, padding and arbitrary masks, grouped queries, dropout. Softmax is computed in fp32 inside the
-    kernels, so ``--attention-softmax-in-fp32`` always holds, and ``--apply-query-key-layer-scaling``, which
-    divides the scores by the layer number and multiplies them back before the softmax, changes nothing.
+    Causal, padding and arbitrary masks, grouped queries, dropout. Softmax is computed in fp32
+    inside the kernels, so ``--attention-softmax-in-fp32`` always holds, and
+    ``--apply-query-key-layer-scaling``, which divides the scores by the layer number and multiplies
+    them back before the softmax, changes nothing.
 
     Args:
         config: of the model.
@@ -67,10 +71,12 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
         attention_dropout: probability; None: the config's.
         softmax_scale: of the scores; None: one over the root of the head's width.
         pg_collection: has the ranks that share a sequence; None: Megatron's.
-        unused: ``cp_comm_type`` (keys and values are gathered), widths of keys and values (their tensors').
+        unused: ``cp_comm_type`` (keys and values are gathered), widths of keys and values (their
+            tensors').
 
     Raises:
-        InputError: a setting that this attention does not have; the message names the flag to change.
+        InputError: a setting that this attention does not have; the message names the flag to
+            change.
     """
 
     def __init__(
@@ -120,9 +126,9 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
             query: ``[sq, b, heads, head_dim]``.
             key: ``[sk, b, groups, head_dim]``; heads is a multiple of groups.
             value: likewise, but it may have another head_dim.
-            attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is NOT
-                allowed; it replaces the causal one. A row without any allowed position gives finite numbers
-                of no meaning (megatron-core: the mean of all values).
+            attention_mask: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is
+                NOT allowed; it replaces the causal one. A row without any allowed position gives
+                finite numbers of no meaning (megatron-core: the mean of all values).
             attn_mask_type: of this call; None: that of the layer.
             attention_bias: not covered.
             packed_seq_params: not covered.
@@ -130,7 +136,8 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
         Returns: ``[sq, b, heads * head_dim]``, of the values' head_dim.
 
         Raises:
-            InputError: an argument that is not covered, or that no kernel of ``--attention-backend`` has.
+            InputError: an argument that is not covered, or that no kernel of
+                ``--attention-backend`` has.
         """
         if packed_seq_params is not None:
             raise InputError(
@@ -146,7 +153,8 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
         causal = causal and allowed is None and query.size(0) > 1
         if causal and query.size(0) > key.size(0):
             raise InputError(
-                f"causal attention of {query.size(0)} queries over {key.size(0)} keys needs an attention mask"
+                f"causal attention of {query.size(0)} queries over {key.size(0)} keys needs "
+                "an attention mask"
             )
         if self.context_group is None:
             return self._attend(query, key, value, allowed, causal)
@@ -170,9 +178,10 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
             query: ``[sq, b, heads, head_dim]``.
             key: ``[sk, b, groups, head_dim]``.
             value: likewise.
-            allowed: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is allowed; None: all.
-            causal: each query sees the keys up to its own position. Queries that are fewer than the keys are
-                those of the last positions.
+            allowed: bool, broadcastable to ``[b, heads, sq, sk]``, True where attention is allowed;
+                None: all.
+            causal: each query sees the keys up to its own position. Queries that are fewer than the
+                keys are those of the last positions.
         """
         if causal and query.size(0) < key.size(0):
             allowed = _last_positions(query, key)
@@ -199,35 +208,40 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _random_state(self, dropout_p: float) -> contextlib.AbstractContextManager:
-        """Return the random state of dropout: tensor-parallel ranks hold different heads and draw different
-        numbers."""
+        """Return the random state of dropout: tensor-parallel ranks hold different heads and draw
+        different numbers."""
         # With sequence parallelism the transformer block has already entered that state.
         if dropout_p > 0 and not self.config.sequence_parallel:
             return get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
 
     def _kernel_choice(self) -> contextlib.AbstractContextManager:
-        """Return the context in which torch chooses among the kernels of ``--attention-backend``."""
+        """Return the context in which torch chooses among the kernels of
+        ``--attention-backend``."""
         return contextlib.nullcontext() if self.kernels is None else sdpa_kernel(self.kernels)
 
     def _without_kernel(self, query: torch.Tensor, allowed: torch.Tensor | None) -> str:
-        """Return the error's line where no kernel takes these queries ``[b, heads, sq, head_dim]``."""
+        """Return the error's line where no kernel takes these queries ``[b, heads, sq,
+        head_dim]``."""
         mask = "no mask"
         if allowed is not None and not isinstance(allowed, CausalBias):
             mask = f"a {allowed.dtype} mask {list(allowed.shape)}"
         return (
-            f"--attention-backend {self.config.attention_backend.name} has no kernel for {query.dtype} "
-            f"queries {list(query.shape)} on {query.device.type} with {mask}; use --attention-backend auto"
+            f"--attention-backend {self.config.attention_backend.name} has no kernel for "
+            f"{query.dtype} queries {list(query.shape)} on {query.device.type} with {mask}; "
+            "use --attention-backend auto"
         )
 
 
 def _last_positions(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the mask of queries ``[sq, ...]`` that are those of the last positions of keys ``[sk, ...]``.
+    """Return the mask of queries ``[sq, ...]`` that are those of the last positions of keys ``[sk,
+    ...]``.
 
     On a GPU that is torch's own mark of the order, with which flash needs no mask.
     """
     if query.is_cuda:
-        # causal_lower_right would take memory of the mask's shape on the host, though nothing is in it.
+        # causal_lower_right would take memory of the mask's shape on the host, though nothing is in
+        # it.
         mark = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
         mark.variant = CausalVariant.LOWER_RIGHT
         mark.seq_len_q = query.size(0)
@@ -260,7 +274,8 @@ def _refuse_unsupported(
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """``x W^T`` with a weight that every tensor-parallel rank has in whole; it communicates nothing.
+    """``x W^T`` with a weight that every tensor-parallel rank has in whole; it communicates
+    nothing.
 
     Args:
         inputs: width of its input.
@@ -275,7 +290,8 @@ class DuplicatedLinear(torch.nn.Module):
         device = "cpu" if cpu else torch.cuda.current_device()
         weight = torch.empty(outputs, inputs, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
-        # Each rank sees part of the sequence: finalize_model_grads sums these gradients over the ranks.
+        # Each rank sees part of the sequence: finalize_model_grads sums these gradients over the
+        # ranks.
         self.weight.sequence_parallel = config.sequence_parallel
         if config.perform_initialization and cpu:
             config.init_method(self.weight)
@@ -294,8 +310,8 @@ class DuplicatedLinear(torch.nn.Module):
 class LatentSelfAttention(CompressedLatentAttention):
     """megatron-core's multi-latent attention, with ``DuplicatedLinear`` projections down.
 
-    The keys' positions are left to exchange: under sequence parallelism they are gathered, else their gradient
-    is summed.
+    The keys' positions are left to exchange: under sequence parallelism they are gathered, else
+    their gradient is summed.
     """
 
     @property
@@ -315,8 +331,8 @@ class LatentSelfAttention(CompressedLatentAttention):
         self.linear_kv_down_proj = DuplicatedLinear(hidden, width, config)
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict:
-        """Return the modules that the spec names: megatron-core has norms without a query latent in fused
-        layers alone."""
+        """Return the modules that the spec names: megatron-core has norms without a query latent in
+        fused layers alone."""
         names = (
             "linear_q_proj",
             "linear_q_up_proj",
@@ -331,8 +347,8 @@ class LatentSelfAttention(CompressedLatentAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the latents of queries, and those of keys and values with positions after them.
 
-        Without ``q_lora_rank`` the first are the hidden states. They are ``[s / W, b, ...]`` with sequence
-        parallelism.
+        Without ``q_lora_rank`` the first are the hidden states. They are ``[s / W, b, ...]`` with
+        sequence parallelism.
         """
         query, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1 or self.config.sequence_parallel:  # megatron-core gathers them

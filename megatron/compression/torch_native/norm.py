@@ -5,10 +5,10 @@
 
 Statistics and arithmetic are fp32 inside the kernels whatever the dtype.
 
-torch's kernel gives each row a thread block, which leaves most of it idle at a head's 64 or 128 values: short
-rows, of queries and keys, have compiled expressions. On an H200 in bf16, forward and backward of [65536, 128]
-take torch 278 us and these 73 us, of [65536, 64] 241 and 22; the host needs 150 us more. For long rows
-torch's is as fast.
+torch's kernel gives each row a thread block, which leaves most of it idle at a head's 64 or 128
+values: short rows, of queries and keys, have compiled expressions. On an H200 in bf16, forward and
+backward of [65536, 128] take torch 278 us and these 73 us, of [65536, 64] 241 and 22; the host
+needs 150 us more. For long rows torch's is as fast.
 """
 
 import torch
@@ -22,7 +22,8 @@ from megatron.compression.errors import InputError
 class _MegatronNorm:
     """What megatron-core asks of a norm: its constructor, marked parameters, zero-centred gamma.
 
-    With ``--apply-layernorm-1p`` the stored weight is gamma - 1, so that weight decay pulls gamma to one.
+    With ``--apply-layernorm-1p`` the stored weight is gamma - 1, so that weight decay pulls gamma
+    to one.
     """
 
     def __init__(
@@ -40,7 +41,8 @@ class _MegatronNorm:
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
-            # Each rank sees part of the sequence: finalize_model_grads sums these gradients over the ranks.
+            # Each rank sees part of the sequence: finalize_model_grads sums these gradients over
+            # the ranks.
             parameter.sequence_parallel = config.sequence_parallel
 
     def reset_parameters(self) -> None:
@@ -59,7 +61,8 @@ class TorchLayerNorm(_MegatronNorm, torch.nn.LayerNorm):
     """Layer norm over the last dimension (see the module's formula)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
+        """Normalise any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32
+        residual)."""
         gamma = self._gamma(x.dtype)
         beta = self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, gamma, beta, self.eps).to(self.weight.dtype)
@@ -69,7 +72,8 @@ class TorchRMSNorm(_MegatronNorm, torch.nn.RMSNorm):
     """RMS norm over the last dimension (see the module's formula)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32 residual)."""
+        """Normalise any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32
+        residual)."""
         gamma = self._gamma(x.dtype)
         if x.is_cuda and self.normalized_shape[0] <= LONGEST_ROW:
             y = RowRMSNorm.apply(x, gamma, self.eps)
@@ -104,7 +108,8 @@ def _backward(
 class RowRMSNorm(torch.autograd.Function):
     """RMS norm of short rows by compiled expressions: ``apply(x, gamma, eps)``.
 
-    ``x`` is ``[..., n]`` and ``gamma`` ``[n]`` of the same dtype; arithmetic is in fp32, rounded once.
+    ``x`` is ``[..., n]`` and ``gamma`` ``[n]`` of the same dtype; arithmetic is in fp32, rounded
+    once.
     """
 
     @staticmethod

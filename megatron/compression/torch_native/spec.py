@@ -1,4 +1,5 @@
-"""Which modules a GPT's torch-native layers are made of, and the arguments whose best value depends on them.
+"""Which modules a GPT's torch-native layers are made of, and the arguments whose best value depends
+on them.
 
 megatron-core's local layers with torch's attention, norms and RoPE. Linear layers but fc2 are
 megatron-core's: ``tensor_parallel.hooks`` makes those that communicate compress.
@@ -7,8 +8,9 @@ RoPE is compiled, for the slot that Transformer Engine fills in megatron-core:
 
     [a, b] -> [a cos - b sin, b cos + a sin]      a, b: the halves of a head
 
-The backward is the rotation by the opposite angle. Angles, sine and cosine are fp32 and nothing is rounded on
-the way, as in Transformer Engine's kernel; megatron-core's unfused path rounds four times.
+The backward is the rotation by the opposite angle. Angles, sine and cosine are fp32 and nothing is
+rounded on the way, as in Transformer Engine's kernel; megatron-core's unfused path rounds four
+times.
 """
 
 from argparse import Namespace
@@ -34,7 +36,8 @@ from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 
 
 def is_covered(transformer) -> bool:
-    """Return whether this ``TransformerConfig`` is of a GPT, dense or of experts, whose traffic our hooks know."""
+    """Return whether this ``TransformerConfig`` is of a GPT, dense or of experts, whose traffic our
+    hooks know."""
     return (
         transformer.experimental_attention_variant is None
         and not getattr(transformer, "heterogeneous_block_specs", False)
@@ -45,7 +48,8 @@ def is_covered(transformer) -> bool:
 def block_spec(
     transformer: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this stage and the final norm, for ``GPTModelConfig.transformer_layer_spec``."""
+    """Return the layers of this stage and the final norm, for
+    ``GPTModelConfig.transformer_layer_spec``."""
     block = get_gpt_decoder_block_spec(
         transformer, False, transformer.normalization, transformer.qk_l2_norm, vp_stage
     )
@@ -61,7 +65,8 @@ def block_spec(
                 setattr(attention, name, norm)
         if transformer.attention_backend is not AttnBackend.local:
             attention.core_attention = SDPACoreAttention
-        # The names under which Transformer Engine's fused layers keep the norms: checkpoints are shared.
+        # The names under which Transformer Engine's fused layers keep the norms: checkpoints are
+        # shared.
         names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         if transformer.multi_latent_attention:
             layer.self_attention.module = LatentSelfAttention
@@ -112,8 +117,8 @@ def _ignored_exchange(args: Namespace) -> str | None:
 
 
 def leave_out_causal_mask(args: Namespace) -> str | None:
-    """Set `--no-create-attention-mask-in-dataloader` where the mask would be the causal one: without it
-    torch's flash kernels can run, and it is not sent to tensor-parallel ranks."""
+    """Set `--no-create-attention-mask-in-dataloader` where the mask would be the causal one:
+    without it torch's flash kernels can run, and it is not sent to tensor-parallel ranks."""
     unneeded = args.transformer_impl == "local" and not args.reset_attention_mask
     if not (unneeded and args.create_attention_mask_in_dataloader):
         return None
@@ -122,7 +127,8 @@ def leave_out_causal_mask(args: Namespace) -> str | None:
 
 
 def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
-    """Keep RoPE fusion, Megatron's default, where our compiled RoPE can be the fused one: not on the CPU."""
+    """Keep RoPE fusion, Megatron's default, where our compiled RoPE can be the fused one: not on
+    the CPU."""
     usable = (
         args.transformer_impl == "local"
         and args.position_embedding_type == "rope"
@@ -131,7 +137,8 @@ def _fuse_rope(args: Namespace, command_line: Sequence[str]) -> str | None:
         and torch.cuda.is_available()
         and "--no-rope-fusion" not in command_line
     )
-    # In the slot that a TransformerConfig checks when it is built. Packed sequences are not covered.
+    # In the slot that a TransformerConfig checks when it is built. Packed sequences are not
+    # covered.
     if not usable or not gaps.fill_rope_slot(rotary) or args.apply_rope_fusion:
         return None
     args.apply_rope_fusion = True
