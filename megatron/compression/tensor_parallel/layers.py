@@ -49,8 +49,7 @@ class CompressedRowParallelLinear(RowParallelLinear):
     """Row-parallel linear layer: attention projection and fc2.
 
     Compressed: the forward's all-reduce; with sequence parallelism the forward's reduce-scatter and
-        the
-    backward's all-gather.
+    the backward's all-gather.
     """
 
     site: CommSite | None = None
@@ -103,8 +102,7 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
     """Column-parallel linear layer: qkv, fc1 and the output layer.
 
     Compressed: the all-reduce of the input gradient; with sequence parallelism the all-gathers of
-        the input
-    in both directions and the reduce-scatter of its gradient.
+    the input in both directions and the reduce-scatter of its gradient.
     """
 
     site: CommSite | None = None
@@ -197,8 +195,7 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
     """Word and position embeddings under sequence parallelism.
 
     Compressed: the backward's all-gather of the gradient of the tokens that each rank keeps.
-        Without learned
-    positions the vocabulary embedding scatters its tokens itself.
+    Without learned positions the vocabulary embedding scatters its tokens itself.
     """
 
     site: CommSite | None = None
@@ -320,8 +317,7 @@ class CompressedLatentAttention(MLASelfAttention):
     """Multi-latent attention.
 
     Compressed: under sequence parallelism the gather of the keys' positions and the reduce-scatter
-        of their
-    gradient, and what sharded projections down gather.
+    of their gradient, and what sharded projections down gather.
     """
 
     site: CommSite | None = None
@@ -340,8 +336,7 @@ class CompressedPredictionLayer(MultiTokenPredictionLayer):
     """A multi-token-prediction layer.
 
     Compressed: the gather of its projection's output, and under sequence parallelism the gather of
-        the
-    gradient of the tokens that each rank keeps of it.
+    the gradient of the tokens that each rank keeps of it.
     """
 
     site: CommSite | None = None
