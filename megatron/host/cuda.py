@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import psutil
@@ -79,7 +80,7 @@ def _peak() -> int:
 
 
 def _memory_stats() -> dict[str, int]:
-    """For torch.cuda.memory_stats, read by --log-memory-to-tensorboard; unknown keys count 0."""
+    """Stand in for torch.cuda.memory_stats, read by --log-memory-to-tensorboard; unknown keys count 0."""
     current = dict.fromkeys(
         ("reserved_bytes.all.current", "allocated_bytes.all.current"), _resident()
     )
@@ -87,7 +88,7 @@ def _memory_stats() -> dict[str, int]:
 
 
 def _properties() -> SimpleNamespace:
-    """For torch.cuda.get_device_properties: compute capability 0.0, below every kernel's requirement."""
+    """Stand in for torch.cuda.get_device_properties: compute capability 0.0, below every kernel's requirement."""
     memory = psutil.virtual_memory().total
     return SimpleNamespace(
         name="cpu", major=0, minor=0, total_memory=memory, multi_processor_count=1
@@ -95,7 +96,7 @@ def _properties() -> SimpleNamespace:
 
 
 def _calling(function):
-    """A new function that calls `function`: torch._dynamo refuses one object under two names."""
+    """Return a new function that calls `function`: torch._dynamo refuses one object under two names."""
 
     def stand_in(*_args, **_kwargs):
         return function()
@@ -103,89 +104,108 @@ def _calling(function):
     return stand_in
 
 
+def _nothing_to_do() -> None:
+    """Stand in for functions of torch.cuda that wait for the device, or change it."""
+
+
+def _memory_info() -> tuple[int, int]:
+    """Stand in for torch.cuda.mem_get_info: free and total memory of this machine, in bytes."""
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _put_functions(functions: dict[str, Callable], reason: str) -> None:
+    """Put functions into torch.cuda by name, each as a function of its own."""
+    for name, function in functions.items():
+        put(torch.cuda, name, _calling(function), reason)
+
+
 def install_devices() -> None:
-    """Replace what Megatron asks of `torch.cuda`. `torch.cuda.is_available()` keeps saying False."""
+    """Replace what Megatron asks of `torch.cuda`. `torch.cuda.is_available()` keeps saying False.
+
+    Raises:
+        InputError: --use-megatron-fsdp, which does not run without GPUs.
+    """
     if "--use-megatron-fsdp" in sys.argv:
         raise InputError("--use-megatron-fsdp does not run without GPUs; use --use-torch-fsdp2")
     # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues here.
-    os.environ.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "8" if "--use-torch-fsdp2" in sys.argv else "1"
-    )
+    connections = "8" if "--use-torch-fsdp2" in sys.argv else "1"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda, memory = torch.cuda, psutil.virtual_memory
-    for why, functions in {
-        "buffers are made on current_device(); device_count() == 0 would skip initialize_model_parallel": {
+    _put_functions(
+        {
             "current_device": lambda: CPU,
             "device_count": lambda: devices,
             "get_device_properties": _properties,
             "get_device_capability": lambda: (0, 0),
             "get_device_name": lambda: "cpu",
         },
-        "the memory report after the first iteration, and TensorBoard's memory scalars": {
-            **dict.fromkeys(
-                ("memory_allocated", "memory_reserved", "device_memory_used"), _resident
-            ),
-            **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak),
+        "buffers are made on current_device(); device_count() == 0 would skip initialize_model_parallel",
+    )
+    _put_functions(
+        {
+            "memory_allocated": _resident,
+            "memory_reserved": _resident,
+            "device_memory_used": _resident,
+            "max_memory_allocated": _peak,
+            "max_memory_reserved": _peak,
             "memory_stats": _memory_stats,
-            "mem_get_info": lambda: (memory().available, memory().total),
+            "mem_get_info": _memory_info,
         },
-        "timers, checkpointing and pipeline communication synchronise the device and empty its cache": (
-            dict.fromkeys(
-                (
-                    "empty_cache",
-                    "reset_peak_memory_stats",
-                    "set_device",
-                    "set_stream",
-                    "synchronize",
-                ),
-                lambda: None,
-            )
-        ),
-        "DDP initialisation and the overlap of communication use streams and events": {
+        "the memory report after the first iteration, and TensorBoard's memory scalars",
+    )
+    _put_functions(
+        {
+            "empty_cache": _nothing_to_do,
+            "reset_peak_memory_stats": _nothing_to_do,
+            "set_device": _nothing_to_do,
+            "set_stream": _nothing_to_do,
+            "synchronize": _nothing_to_do,
+        },
+        "timers, checkpointing and pipeline communication synchronise the device and empty its cache",
+    )
+    overlap = "DDP initialisation and the overlap of communication use streams and events"
+    _put_functions(
+        {
             "current_stream": lambda: _STREAM,
             "default_stream": lambda: _STREAM,
             "stream": contextlib.nullcontext,
         },
-    }.items():
-        for name, function in functions.items():
-            put(cuda, name, _calling(function), why)
-    for name, cls in (("Stream", _Stream), ("Event", _Event)):
-        put(
-            cuda,
-            name,
-            cls,
-            "DDP initialisation and the overlap of communication use streams and events",
-        )
+        overlap,
+    )
+    put(torch.cuda, "Stream", _Stream, overlap)
+    put(torch.cuda, "Event", _Event, overlap)
     for name in ("range_push", "range_pop"):
-        put(cuda.nvtx, name, _calling(lambda: None), "--nvtx-ranges")
+        put(torch.cuda.nvtx, name, _calling(_nothing_to_do), "--nvtx-ranges")
 
 
-# Factories that megatron.core and megatron.training call with device="cuda" (or a torch.device of it).
 FACTORIES = (
-    *(
-        "arange",
-        "as_tensor",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "eye",
-        "full",
-        "full_like",
-        "linspace",
-    ),
-    *(
-        "logspace",
-        "ones",
-        "ones_like",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-    ),
-    *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
 )
+"""What megatron.core and megatron.training call with device="cuda", or with a torch.device of it."""
 
 
 def _is_cuda(device) -> bool:
@@ -207,11 +227,13 @@ def _on_cpu(factory):
 
 
 def _type_on_gpu(original, self, dtype=None, *args, **kwargs):
-    """Tensor.type(): the optimizers sort parameters by names such as 'torch.cuda.FloatTensor'."""
+    """Stand in for Tensor.type(): the optimizers sort parameters by names such as 'torch.cuda.FloatTensor'."""
     if dtype is not None or args or kwargs:
         return original(self, dtype, *args, **kwargs)
     name = original(self)
-    return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+    if name.startswith("torch.cuda."):
+        return name
+    return name.replace("torch.", "torch.cuda.", 1)
 
 
 def _to_cpu(original, self, *args, **kwargs):
@@ -245,32 +267,40 @@ def _install_tensors() -> None:
 
 
 def _in_fp32(product, *matrices, **factors) -> torch.Tensor:
-    """A product of matrices; of bf16 ones in fp32: torch takes 40 times as long where the CPU has no bf16."""
+    """Return a product of matrices; of bf16 ones by way of fp32.
+
+    torch takes 40 times as long for bf16 where the CPU has no instructions for it.
+    """
     dtype = matrices[-1].dtype
-    matrices = [one.float() if dtype == torch.bfloat16 else one for one in matrices]
+    if dtype == torch.bfloat16:
+        matrices = [matrix.float() for matrix in matrices]
     return product(*matrices, **factors, out=matrices[-1].new_empty(0)).to(dtype)
 
 
 def _get_state(*_args, **_kwargs) -> torch.Tensor:
-    """For torch.cuda.get_rng_state and megatron's _get_cuda_rng_state: a uint8 copy of the state."""
+    """Stand in for torch.cuda.get_rng_state and megatron's _get_cuda_rng_state: a uint8 copy of the state."""
     return torch.default_generator.get_state()
 
 
 def _set_state(new_state: torch.Tensor, *_args, **_kwargs) -> None:
-    """For torch.cuda.set_rng_state and megatron's _set_cuda_rng_state."""
+    """Stand in for torch.cuda.set_rng_state and megatron's _set_cuda_rng_state."""
     torch.default_generator.set_state(new_state)
 
 
 @contextlib.contextmanager
 def _fork(self, name: str = "model-parallel-rng"):
-    """For CudaRNGStatesTracker.fork: draw from the named state inside, restore the outer state after.
+    """Stand in for CudaRNGStatesTracker.fork: draw from the named state inside, restore the outer one after.
 
     Megatron's own warns when the CPU state moves inside, which is the purpose here. Nested forks keep the
-    outer name's state up to date, as Megatron's do. Raises: KeyError if `name` was never added.
+    outer name's state up to date, as Megatron's do.
+
+    Raises:
+        KeyError: `name` was never added.
     """
     if name not in self.states_:
         raise KeyError(f"rng state {name!r} was never added to the tracker")
-    outer_name, outer_state = self._current_state_name, _get_state()
+    outer_name = self._current_state_name
+    outer_state = _get_state()
     if outer_name != "default-rng":
         self.states_[outer_name] = outer_state
     _set_state(self.states_[name])
@@ -279,26 +309,34 @@ def _fork(self, name: str = "model-parallel-rng"):
         yield
     finally:
         self.states_[name] = _get_state()
-        _set_state(self.states_[outer_name] if outer_name != "default-rng" else outer_state)
+        if outer_name != "default-rng":
+            # An inner fork may have drawn from the outer name's state, too.
+            outer_state = self.states_[outer_name]
+        _set_state(outer_state)
         self._current_state_name = outer_name
 
 
 def _install_random_state() -> None:
     """Replace torch.cuda's random-state functions. `install_tracker` does Megatron's tracker."""
-    why = "the CPU's generator is the device's"
+    reason = "the CPU's generator is the device's"
     for module in (torch.cuda, torch.cuda.random):
-        put(module, "get_rng_state", _get_state, why)
-        put(module, "set_rng_state", _set_state, why)
-        # not manual_seed_all, which torch.manual_seed calls
-        put(module, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)), why)
+        put(module, "get_rng_state", _get_state, reason)
+        put(module, "set_rng_state", _set_state, reason)
+        # manual_seed_all stays torch's: torch.manual_seed calls it
+        put(module, "manual_seed", _seed, reason)
+
+
+def _seed(seed: int) -> None:
+    """Stand in for torch.cuda.manual_seed."""
+    torch.default_generator.manual_seed(int(seed))
 
 
 def install_tracker(random_module) -> None:
     """Replace the tracker's state access in `megatron.core.tensor_parallel.random`."""
-    why = "the tracker keeps the CPU generator's states"
-    put(random_module, "_get_cuda_rng_state", _get_state, why)
-    put(random_module, "_set_cuda_rng_state", _set_state, why)
-    put(random_module.CudaRNGStatesTracker, "fork", _fork, why)
+    reason = "the tracker keeps the CPU generator's states"
+    put(random_module, "_get_cuda_rng_state", _get_state, reason)
+    put(random_module, "_set_cuda_rng_state", _set_state, reason)
+    put(random_module.CudaRNGStatesTracker, "fork", _fork, reason)
 
 
 def _share_gloo_device() -> None:
@@ -309,21 +347,22 @@ def _share_gloo_device() -> None:
         return
 
     @functools.wraps(make)
-    def shared(self, store, rank, size, *given, **named) -> None:
-        # torch 2.15 says enable_reconfigure=False, too
-        asked = {name for name, value in named.items() if value is not False}
-        if given or asked != {"timeout"} or "GLOO_SOCKET_IFNAME" in os.environ:
-            return make(self, store, rank, size, *given, **named)
-        options = ProcessGroupGloo._Options()
-        options._timeout, options._devices = named["timeout"], [_device(os.getpid())]
-        return make(self, store, rank, size, options)
+    def shared(self, store, rank, size, *arguments, **options) -> None:
+        # torch gives the timeout alone; from 2.15 on it says enable_reconfigure=False, too.
+        requested = {name for name, value in options.items() if value is not False}
+        if arguments or requested != {"timeout"} or "GLOO_SOCKET_IFNAME" in os.environ:
+            return make(self, store, rank, size, *arguments, **options)
+        gloo_options = ProcessGroupGloo._Options()
+        gloo_options._timeout = options["timeout"]
+        gloo_options._devices = [_device(os.getpid())]
+        return make(self, store, rank, size, gloo_options)
 
     ProcessGroupGloo.__init__ = shared
 
 
 @functools.cache
 def _device(process: int) -> ProcessGroupGloo.Device:
-    """Of this process: a fork has none of its parent's threads."""
+    """Return the device of a process, made once: a fork has none of its parent's threads."""
     return ProcessGroupGloo.create_default_device()
 
 

@@ -22,8 +22,11 @@ _EXPECTED_WARNINGS = (
 
 
 def _with_own_generator(build, *args, **kwargs):
-    """For build_pretraining_data_loader: the loader draws its workers' seed from a generator of its own. From
-    the CPU generator, which dropout uses here too, only tensor-parallel rank 0 would draw."""
+    """Stand in for build_pretraining_data_loader: the loader draws its workers' seed from its own generator.
+
+    Dropout draws from the CPU generator here, so tensor-parallel ranks need the same draws from it, and rank 0
+    alone reads data.
+    """
     loader = build(*args, **kwargs)
     if isinstance(loader, torch.utils.data.DataLoader):
         loader.generator = torch.Generator().manual_seed(torch.initial_seed())
@@ -31,12 +34,14 @@ def _with_own_generator(build, *args, **kwargs):
 
 
 def _without_cuda(initialize, *args, **kwargs):
-    """For initialize_megatron, which asserts CUDA unless told otherwise; training.py holds it by name."""
-    return initialize(*args, **{"allow_no_cuda": True} | kwargs)
+    """Stand in for initialize_megatron, which asserts CUDA unless told otherwise; training.py holds its name."""
+    kwargs.setdefault("allow_no_cuda", True)
+    return initialize(*args, **kwargs)
 
 
 def _as_numpy_from_here(move, tensor, as_numpy=False, record_stream=False):
-    """For maybe_move_tensor_to_cpu, which makes numpy splits of CUDA tensors alone: gloo wants numbers."""
+    """Stand in for maybe_move_tensor_to_cpu, which makes numpy splits of CUDA tensors alone: gloo wants
+    numbers."""
     tensor = move(tensor, as_numpy, record_stream)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -66,18 +71,29 @@ def install_core() -> None:
 def _load(name: str):
     """Import a Megatron module with torch.compile as the identity: `jit_fuser` applies it to small functions,
     which on CPU costs seconds of C++ compilation in each process and gains nothing."""
-    if (
-        "megatron.core.jit" in sys.modules
-    ):  # too late for the import below: leave the functions uncompiled
+    if "megatron.core.jit" in sys.modules:
+        # Too late for the import below: have dynamo leave the functions uncompiled.
         importlib.import_module("torch._dynamo").config.disable = True
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    compile_, why = torch.compile, "small functions of the modules that load now stay as they are"
-    put(torch, "compile", lambda fn=None, **_: fn if fn is not None else (lambda f: f), why)
+    torch_compile = torch.compile
+    put(
+        torch,
+        "compile",
+        _uncompiled,
+        "small functions of the modules that load now stay as they are",
+    )
     try:
         return importlib.import_module(name)
     finally:
-        put(torch, "compile", compile_, "they have loaded")
+        put(torch, "compile", torch_compile, "they have loaded")
+
+
+def _uncompiled(function=None, **options):
+    """Stand in for torch.compile, called or as a decorator: the function as it is."""
+    if function is None:
+        return _uncompiled
+    return function
 
 
 @functools.cache
@@ -92,7 +108,6 @@ def install() -> None:
     install_core()
 
 
-# argument -> (value on the CPU, flag that says the same, reason)
 _OVERRIDES = {
     "distributed_backend": ("gloo", "--distributed-backend gloo", "NCCL needs GPUs"),
     "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion", "a GPU kernel"),
@@ -107,29 +122,32 @@ _OVERRIDES = {
     "record_memory_history": (False, "no --record-memory-history", "records CUDA memory"),
     "nccl_ub": (False, "no --use-nccl-ub", "NCCL needs GPUs"),
 }
+"""Argument -> (its value on the CPU, the flag that says the same, why)."""
 
 
 def cpu_argument_overrides(args: Namespace) -> list[str]:
-    """Set in `args`, which are validated, what a CPU run needs. Returns: a line for each change."""
-    said = []
+    """Set in validated `args` what a CPU run needs, and return a line for each change."""
+    lines = []
     for name, (value, flag, reason) in _OVERRIDES.items():
         if getattr(args, name) != value:
             setattr(args, name, value)
-            said.append(f"running without CUDA: {flag} ({reason})")
+            lines.append(f"running without CUDA: {flag} ({reason})")
     if args.attention_backend.name in ("fused", "flash"):
-        said.append(
+        lines.append(
             f"running without CUDA: --attention-backend auto ({args.attention_backend.name} is a GPU kernel)"
         )
         args.attention_backend = type(args.attention_backend).auto
     if args.cuda_graph_impl != "none":
         from megatron.core.transformer.enums import InferenceCudaGraphScope
 
-        args.cuda_graph_impl, args.cuda_graph_modules, args.te_rng_tracker = "none", [], False
+        args.cuda_graph_impl = "none"
+        args.cuda_graph_modules = []
+        args.te_rng_tracker = False
         args.inference_cuda_graph_scope = InferenceCudaGraphScope.none
-        said.append("running without CUDA: --cuda-graph-impl none")
+        lines.append("running without CUDA: --cuda-graph-impl none")
     if args.profile and not args.use_pytorch_profiler:
         args.profile = False
-        said.append(
+        lines.append(
             "running without CUDA: no --profile (Nsight follows CUDA; --use-pytorch-profiler works)"
         )
-    return said
+    return lines

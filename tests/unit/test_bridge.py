@@ -66,7 +66,7 @@ def test_hooks_are_registered_and_settings_read(model_config: bool) -> None:
     cfg = container(model_config)
     callback = bridge.attach(cfg, tp=("int8", "int6"), dp="sdp4bit", min_mb=0, start_iteration=2)
     assert [len(hooks) for hooks in cfg.hooks] == [1, 1]
-    config, _ = bridge.check(cfg, callback.config)
+    config, *_ = bridge.check(cfg, callback.config)
     assert (config.tensor_parallel.compression, config.tensor_parallel.backward) == ("int8", "int6")
     assert config.data_parallel.weights.startswith("sdp4bit"), (
         "the distributed optimizer has masters"

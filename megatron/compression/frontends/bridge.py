@@ -27,67 +27,34 @@ from megatron.compression.report import check_report_directory, track
 from megatron.compression.session import STATE, Host, Session
 
 STATE_FILE = f"{STATE}.json"
-"""In the folder of a checkpoint's iteration: what ``Compression.state`` gives, and the settings."""
+"""In the folder of a checkpoint's iteration: what ``Session.state`` gives, and the settings."""
 
 Spec = str | tuple[str, str]
 """A codec or recipe, or two: of activations and of gradients; ``dp``: of gradients and of weights."""
 
-_NO = "none"
-_PARTS = ["model", "ddp", "optimizer", "train", "validation", "checkpoint", "logger", "dist", "rng"]
-_PARTS += ["rerun_state_machine"]
-_FP32_SUM = "reduce_scatter_with_fp32_accumulation"
-_RENAMED = {"num_experts": "num_moe_experts", f"ddp_{_FP32_SUM}": _FP32_SUM}
+_UNCOMPRESSED = "none"
+_PARTS = (
+    "model",
+    "ddp",
+    "optimizer",
+    "train",
+    "validation",
+    "checkpoint",
+    "logger",
+    "dist",
+    "rng",
+    "rerun_state_machine",
+)
+"""Parts of a ``ConfigContainer`` that hold what Megatron has as arguments."""
+_RENAMED = {
+    "num_experts": "num_moe_experts",
+    "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
+}
 """Megatron's argument -> the field of Megatron-Bridge's container."""
 
 
-def attach(
-    cfg: Any, *, tp: Spec = _NO, dp: Spec = _NO, pp: Spec = _NO, ep: Spec = _NO, min_mb=None, **more
-) -> "BridgeCompression":
-    """Compress what a run of Megatron-Bridge sends.
-
-    Hooks are registered on ``cfg.model``. The container is checked when the model is built, since
-    ``pretrain`` completes it. Without a codec the hooks only count.
-
-    Args:
-        cfg: the ``ConfigContainer``; give the same object to ``pretrain``.
-        tp, dp, pp, ep: codecs of tensor-, data-, pipeline- and expert-parallel traffic (docs/choosing.md).
-        min_mb: every dimension's.
-        more: start_iteration, transport, communicators, error_bound, validate_uncompressed and report of
-            ``CompressionConfig``.
-
-    Returns: the callback for ``pretrain(cfg, forward_step, callbacks=[...])``.
-
-    Raises: CompressionConfigError: an impossible setting; a compressor of gradients with a memory.
-    """
-    with spelled(NAMES):
-        for name, spec in (("tensor", tp), ("data", dp), ("pipeline", pp), ("expert", ep)):
-            first, second = (spec, None) if isinstance(spec, str) else spec
-            kind: Any = settings_of(CompressionConfig)[f"{name}_parallel"].type
-            other = {"weights" if name == "data" else "backward": second}
-            more[f"{name}_parallel"] = kind(compression=first, min_mb=min_mb, **other)
-        config = CompressionConfig(**more)
-        check_report_directory(config.report, resuming=cfg.checkpoint.load is not None)
-        compressor = config.data_parallel.compressor
-    if config.auto or config.caat_net.enabled:
-        raise CompressionConfigError(
-            "auto and caat_net need pretrain_gpt.py; drop them in Megatron-Bridge"
-        )
-    if compressor is not None and compressor.has_memory:
-        raise CompressionConfigError(
-            f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge calls nobody "
-            "when it loads a checkpoint; use a codec such as sdp4bit, or pretrain_gpt.py"
-        )
-    model = getattr(cfg.model, "transformer", cfg.model)
-    having = [one for one in (model, cfg.comm_overlap) if getattr(one, "tp_comm_overlap", False)]
-    for line in {line for one in having for line in config.disable_user_buffers(one)}:
-        print_on_first_rank(f"compression: {line}")
-    gaps.use_shipped_helpers()
-    gaps.make_torch_adam_resumable()
-    return BridgeCompression(cfg, config)
-
-
 def _names_of_settings() -> dict[str, str]:
-    """Path of a setting -> the argument of ``attach``."""
+    """Return for each setting's path the argument of ``attach``: ``tp[1]`` is the second value of ``tp``."""
     names = {path: path for path in FLAG_NAMES.settings if "." not in path}
     for kind in PARALLELISMS.values():
         argument = kind.traffic.removesuffix(".")
@@ -99,54 +66,136 @@ def _names_of_settings() -> dict[str, str]:
 
 
 NAMES = Names(_names_of_settings())
-"""What the user of ``attach`` types; Megatron's arguments are the container's fields, see ``check``."""
+"""What the user of ``attach`` types for settings."""
+
+
+def attach(
+    cfg: Any,
+    *,
+    tp: Spec = _UNCOMPRESSED,
+    dp: Spec = _UNCOMPRESSED,
+    pp: Spec = _UNCOMPRESSED,
+    ep: Spec = _UNCOMPRESSED,
+    min_mb: float | None = None,
+    **settings: Any,
+) -> "BridgeCompression":
+    """Compress what a run of Megatron-Bridge sends.
+
+    Hooks are registered on ``cfg.model``. The container is checked when the model is built, since
+    ``pretrain`` completes it. Without a codec the hooks only count.
+
+    Args:
+        cfg: the ``ConfigContainer``; give the same object to ``pretrain``.
+        tp: codec of tensor-parallel traffic (docs/choosing.md).
+        dp: codec of data-parallel traffic.
+        pp: codec of pipeline-parallel traffic.
+        ep: codec of expert-parallel traffic.
+        min_mb: smaller messages, in MiB, go uncompressed; every dimension's.
+        settings: start_iteration, transport, communicators, error_bound, validate_uncompressed and report of
+            ``CompressionConfig``.
+
+    Returns:
+        The callback for ``pretrain(cfg, forward_step, callbacks=[...])``.
+
+    Raises:
+        CompressionConfigError: an impossible setting; a compressor of gradients with a memory.
+    """
+    with spelled(NAMES):
+        config = CompressionConfig(
+            tensor_parallel=_dimension("tensor_parallel", tp, min_mb),
+            data_parallel=_dimension("data_parallel", dp, min_mb),
+            pipeline_parallel=_dimension("pipeline_parallel", pp, min_mb),
+            expert_parallel=_dimension("expert_parallel", ep, min_mb),
+            **settings,
+        )
+        check_report_directory(config.report, resuming=cfg.checkpoint.load is not None)
+        compressor = config.data_parallel.compressor
+    if config.auto or config.caat_net.enabled:
+        raise CompressionConfigError(
+            "auto and caat_net need pretrain_gpt.py; drop them in Megatron-Bridge"
+        )
+    if compressor is not None and compressor.has_memory:
+        raise CompressionConfigError(
+            f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge calls nobody "
+            "when it loads a checkpoint; use a codec such as sdp4bit, or pretrain_gpt.py"
+        )
+    _disable_user_buffers(cfg, config)
+    gaps.use_shipped_helpers()
+    gaps.make_torch_adam_resumable()
+    return BridgeCompression(cfg, config)
+
+
+def _dimension(name: str, spec: Spec, min_mb: float | None) -> Any:
+    """Return the settings of one kind of parallelism."""
+    compression, second = (spec, None) if isinstance(spec, str) else spec
+    config_class: Any = settings_of(CompressionConfig)[name].type
+    settings = {"compression": compression, PARALLELISMS[name].second: second}
+    return config_class(min_mb=min_mb, **settings)
+
+
+def _disable_user_buffers(cfg: Any, config: CompressionConfig) -> None:
+    """Switch off what sends past this project, before it is made; each change is printed once."""
+    model = getattr(cfg.model, "transformer", cfg.model)
+    lines: dict[str, None] = {}
+    for part in (model, cfg.comm_overlap):
+        if getattr(part, "tp_comm_overlap", False):
+            lines.update(dict.fromkeys(config.disable_user_buffers(part)))
+    for line in lines:
+        print_on_first_rank(f"compression: {line}")
 
 
 def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
-    """What a container says, under the names of Megatron's arguments, which the dimensions' checks read.
+    """Return what a container says, under the names of Megatron's arguments, which checks read.
 
     A field that several parts have is set if one of them sets it.
 
-    Returns: the settings; by Megatron's argument the field (``seq_length`` -> cfg.model.seq_length).
+    Returns:
+        The settings; by Megatron's argument the field (``seq_length`` -> cfg.model.seq_length).
     """
     settings: dict[str, Any] = {"data_parallel_size": cfg.data_parallel_size}
-    places: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for part in _PARTS:
         owner = getattr(cfg, part)
-        for one in (owner, getattr(owner, "transformer", None)):  # a ModelConfig has it as a part
-            for name, value in vars(one).items() if one is not None else ():
-                if name not in settings or (value and not settings[name]):
-                    settings[name], places[name] = value, f"cfg.{part}.{name}"
+        values = dict(vars(owner))
+        transformer = getattr(owner, "transformer", None)
+        if transformer is not None:  # a ModelConfig has it as a part
+            for name, value in vars(transformer).items():
+                values[name] = values.get(name) or value
+        for name, value in values.items():
+            if name not in settings or (value and not settings[name]):
+                settings[name] = value
+                fields[name] = f"cfg.{part}.{name}"
     for name, field in _RENAMED.items():
-        settings[name], places[name] = settings[field], places[field]
+        settings[name] = settings[field]
+        fields[name] = fields[field]
     if not settings.get("expert_tensor_parallel_size"):
         settings["expert_tensor_parallel_size"] = settings["tensor_model_parallel_size"]
-    return Namespace(**settings), places
+    return Namespace(**settings), fields
 
 
-def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Namespace]:
+def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Namespace, Names]:
     """Check settings against a container whose values are final.
 
-    Returns: the settings as they are used; the container's as Megatron's arguments.
+    Returns:
+        The settings as they are used; the container's as Megatron's arguments; what the user calls both.
 
-    Raises: CompressionConfigError: what cannot be honoured, by the container's fields and our arguments.
+    Raises:
+        CompressionConfigError: what cannot be honoured, by the container's fields and our arguments.
     """
-    settings, fields = megatron_settings(cfg)
-    with spelled(Names(NAMES.settings, fields)):
+    arguments, fields = megatron_settings(cfg)
+    names = Names(NAMES.settings, fields)
+    with spelled(names):
         if cfg.dist.use_decentralized_pg:
             raise CompressionConfigError(
                 "cfg.dist.use_decentralized_pg has groups not covered here; drop it"
             )
-        if config.tensor_parallel.enabled and settings.tp_comm_overlap:
+        if config.tensor_parallel.enabled and arguments.tp_comm_overlap:
             raise SettingError(
-                "args.tp_comm_overlap",
-                None,
-                "was set after bridge.attach",
-                "set it before that",
+                "args.tp_comm_overlap", None, "was set after bridge.attach", "set it before that"
             )
-        config = replace(config, data_parallel=config.data_parallel.resolved(settings))
-        config.check(settings)
-    return config, settings
+        config = replace(config, data_parallel=config.data_parallel.resolved(arguments))
+        config.check(arguments)
+    return config, arguments, names
 
 
 class BridgeHost(Host):
@@ -155,13 +204,13 @@ class BridgeHost(Host):
     Args:
         cfg: its ``ConfigContainer``.
         arguments: the container's values as Megatron's arguments.
+        names: what the user calls settings and those arguments.
     """
 
-    names = NAMES
-
-    def __init__(self, cfg: Any, arguments: Namespace) -> None:
+    def __init__(self, cfg: Any, arguments: Namespace, names: Names) -> None:
         self.cfg = cfg
         self.arguments = arguments
+        self.names = names
         self.log_interval = cfg.logger.log_interval
         self.iteration = self.current_iteration
         self.state: Any = None
@@ -209,18 +258,18 @@ class BridgeCompression:
             model.register_post_wrap_hook(self._attach_wrapped)
 
     def _attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        self.config, arguments = check(self.cfg, self.config)
+        self.config, arguments, names = check(self.cfg, self.config)
         if self.compression is not None:  # the model is built a second time
             self.compression.close()
-        self._host = BridgeHost(self.cfg, arguments)
+        self._host = BridgeHost(self.cfg, arguments, names)
         self.compression = Session(self.config, self._host)
-        with spelled(NAMES):
+        with spelled(names):
             self.compression.open()
             self.compression.describe()
             return self.compression.attach_model(chunks)
 
     def _attach_wrapped(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        with spelled(NAMES):
+        with spelled(self._host.names):
             return self._session.attach_wrapped(chunks)
 
     @property

@@ -16,7 +16,7 @@ import torch
 from megatron.compression import repetition
 from megatron.compression.config import CompressionConfig
 from megatron.compression.dimension import print_on_first_rank
-from megatron.compression.errors import CompressionConfigError, spelled
+from megatron.compression.errors import SettingError, spelled
 from megatron.compression.names import PYTHON_NAMES
 from megatron.compression.patches import gaps
 from megatron.compression.session import Host, Session
@@ -44,7 +44,6 @@ class OwnLoop(Host):
         return self._train_iters
 
 
-@spelled(PYTHON_NAMES)
 def attach(
     chunks: list[torch.nn.Module],
     config: CompressionConfig,
@@ -71,19 +70,25 @@ def attach(
     Raises:
         CompressionConfigError: a layer communicates in a way that is not covered; settings left open.
     """
-    for name in ("auto", "error_bound", "report"):
-        if getattr(config, name):
-            raise CompressionConfigError(
-                f"CompressionConfig.{name} needs Megatron's loop and arguments, which enable() gets; drop it"
-            )
-    repetition.refuse_stages(config, "only Megatron's training loop repeats passes")
-    gaps.make_torch_adam_resumable()
-    session = Session(config, OwnLoop(iteration, train_iters, log, broadcasts_batch)).open()
-    try:
-        session.attach_model(chunks)
-    except BaseException:
-        session.close()
-        raise
+    host = OwnLoop(iteration, train_iters, log, broadcasts_batch)
+    with spelled(PYTHON_NAMES):
+        _refuse_what_needs_megatrons_loop(config)
+        gaps.make_torch_adam_resumable()
+        session = Session(config, host).open()
+        try:
+            session.attach_model(chunks)
+        except BaseException:
+            session.close()
+            raise
     for chunk in chunks:
         chunk.register_forward_pre_hook(session.refuse_missing_calls)
     return session
+
+
+def _refuse_what_needs_megatrons_loop(config: CompressionConfig) -> None:
+    for path in ("auto", "error_bound", "report"):
+        if getattr(config, path):
+            raise SettingError(
+                path, None, "needs Megatron's loop and arguments, which enable() gets", "drop it"
+            )
+    repetition.refuse_stages(config, "only Megatron's training loop repeats passes")
