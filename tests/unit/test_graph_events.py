@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from taco_kernels.common.graph_events import GraphObserver, ignore, observe
+from taco_kernels.common.graph_events import GraphObserver, observe
 
 
 class Graph:
+    """Remembers what was done with it; a capture fails if "fail" is among that."""
+
     def __init__(self) -> None:
         self.done: list[str] = []
 
@@ -31,73 +33,83 @@ class Log(GraphObserver[list[str]]):
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of its own for each test, since observing changes it."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", type("CUDAGraph", (Graph,), {}))
 
 
-def test_an_observer_is_told_once_and_keeps_what_it_adds_in_a_capture() -> None:
-    log, empty = Log(list), Log(list)
-    for observer in (empty, log, log):
-        observe(observer)
-    graph = torch.cuda.CUDAGraph()
-    assert log.captured is None
-    graph.capture_begin("pool", capture_error_mode="thread_local")
+@pytest.fixture
+def log() -> Log:
+    """An observer of all graphs."""
+    log = Log(list)
+    observe(log)
+    return log
+
+
+def captured(log: Log, graph: Graph) -> None:
+    """Capture a graph, in which the observer adds something."""
+    graph.capture_begin()
     log.captured.append("captured")
     graph.capture_end()
-    assert log.captured is None and graph.done == ["begin pool thread_local", "end"]
-    graph.replay()
-    assert log.contents[graph] == ["captured", "replay"] and graph.done[-1] == "replay"
-    assert empty.contents[graph] == [], "nothing in the graph is its own"
 
 
-def test_a_graph_captured_again_has_what_its_last_capture_added() -> None:
-    observe(log := Log(list))
+def test_a_graph_is_captured_with_the_arguments_that_it_was_given(log: Log) -> None:
     graph = torch.cuda.CUDAGraph()
-    for _ in range(2):
-        graph.capture_begin()
-        log.captured.append("captured")
-        graph.capture_end()
+    graph.capture_begin("pool", capture_error_mode="thread_local")
+    graph.capture_end()
+    assert graph.done == ["begin pool thread_local", "end"]
+
+
+def test_there_is_a_content_during_a_capture_alone(log: Log) -> None:
+    graph = torch.cuda.CUDAGraph()
+    assert log.captured is None
+    graph.capture_begin()
+    assert log.captured == []
+    graph.capture_end()
+    assert log.captured is None
+
+
+def test_a_graph_has_what_the_observer_added_in_its_capture(log: Log) -> None:
+    graph = torch.cuda.CUDAGraph()
+    captured(log, graph)
     assert log.contents[graph] == ["captured"]
 
 
-def test_a_capture_that_fails_has_ended() -> None:
-    observe(log := Log(list))
+def test_an_observer_is_told_of_a_replay_before_it(log: Log) -> None:
+    graph = torch.cuda.CUDAGraph()
+    captured(log, graph)
+    graph.replay()
+    assert log.contents[graph] == ["captured", "replay"]
+    assert graph.done[-1] == "replay"
+
+
+def test_an_observer_that_is_registered_twice_is_told_once(log: Log) -> None:
+    observe(log)
+    graph = torch.cuda.CUDAGraph()
+    captured(log, graph)
+    graph.replay()
+    assert log.contents[graph] == ["captured", "replay"]
+
+
+def test_an_observer_without_a_part_in_the_graph_is_not_told_of_replays(log: Log) -> None:
+    bystander = Log(list)
+    observe(bystander)
+    graph = torch.cuda.CUDAGraph()
+    captured(log, graph)
+    graph.replay()
+    assert bystander.contents[graph] == []
+
+
+def test_a_graph_captured_again_has_what_its_last_capture_added(log: Log) -> None:
+    graph = torch.cuda.CUDAGraph()
+    captured(log, graph)
+    captured(log, graph)
+    assert log.contents[graph] == ["captured"]
+
+
+def test_a_capture_that_fails_has_ended(log: Log) -> None:
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
     graph.done.append("fail")
     with pytest.raises(RuntimeError, match="capture failed"):
         graph.capture_end()
     assert log.captured is None
-
-
-def test_the_class_is_as_it_was_when_nobody_observes() -> None:
-    """After the last of two observers."""
-    names = ("capture_begin", "capture_end", "replay")
-    methods = [getattr(torch.cuda.CUDAGraph, name) for name in names]
-    first, second = Log(list), Log(list)
-    for observer in (first, second):
-        observe(observer)
-    ignore(first)
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    assert first.captured is None and second.captured == []
-    ignore(second)
-    for name, method in zip(names, methods, strict=True):
-        assert getattr(torch.cuda.CUDAGraph, name) is method
-    ignore(second)
-
-
-def test_what_others_have_put_over_ours_is_left_alone(monkeypatch) -> None:
-    log = Log(list)
-    observe(log)
-    ours = torch.cuda.CUDAGraph.replay
-
-    def theirs(graph) -> None:
-        ours(graph)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", theirs)
-    ignore(log)
-    assert torch.cuda.CUDAGraph.replay is theirs
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin()
-    graph.replay()
-    assert graph.done[-1] == "replay" and log.captured is None

@@ -10,13 +10,17 @@ class Stream:
     """Remembers whom it waits for; work itself is a number in order of issue."""
 
     def __init__(self, name: str, waits: list[str]) -> None:
-        self.name, self.cuda_stream, self.waits = name, id(self), waits
+        self.name = name
+        self.cuda_stream = id(self)
+        self.waits = waits
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append(f"{self.name}>{other.name}")
 
 
 class Channel:
+    """Counts how often it is asked whether a call gave up waiting."""
+
     device = torch.device("cuda", 0)
 
     def __init__(self) -> None:
@@ -31,18 +35,25 @@ class Graph:
 
 
 class Device:
-    """What runs where: ``order`` as torch's hooks and the groups would use it."""
+    """What runs on which stream: ``order`` as torch's hooks and the groups would use it."""
 
     def __init__(self) -> None:
-        self.order, self.waits, self.capturing, self.current = CallOrder(), [], False, None
+        self.order = CallOrder()
+        self.capturing = False
+        self.current: Stream | None = None
+        self.waits: list[str] = []
+        """Every wait, "b>a" where stream b waits for stream a."""
         self.streams = {name: Stream(name, self.waits) for name in "abcd"}
 
     def call(self, stream: str, channel: Channel) -> None:
+        """A collective on a stream, captured or eager."""
         self.current = self.streams[stream]
         self.order.follow(channel)
 
     def capture(self, *calls: tuple[str, Channel]) -> Graph:
-        graph, self.capturing = Graph(), True
+        """A graph of these calls."""
+        graph = Graph()
+        self.capturing = True
         self.order.capture_begun(graph)
         for stream, channel in calls:
             self.call(stream, channel)
@@ -51,6 +62,7 @@ class Device:
         return graph
 
     def replay(self, stream: str, graph: Graph) -> None:
+        """A replay on a stream, which may be capturing."""
         self.current = self.streams[stream]
         self.order.replaying(self.order.contents[graph])
 
@@ -67,41 +79,63 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_eager_calls_wait_for_the_stream_before(device: Device) -> None:
-    one, other = Channel(), Channel()
-    for stream, channel in (("a", one), ("a", other), ("b", one), ("b", one), ("a", other)):
+    """Whatever their channels; on the same stream they are in order already."""
+    first = Channel()
+    second = Channel()
+    for stream, channel in (("a", first), ("a", second), ("b", first), ("b", first), ("a", second)):
         device.call(stream, channel)
     assert device.waits == ["b>a", "a>b"]
 
 
 def test_calls_of_a_capture_are_a_chain_of_their_own(device: Device) -> None:
     """No wait between a captured and an eager stream, nor between two captures."""
-    one, other = Channel(), Channel()
-    device.call("a", one)
-    device.capture(("b", one), ("c", other), ("b", one))
-    device.capture(("c", one), ("d", one))
-    device.call("a", one)
+    first = Channel()
+    second = Channel()
+    device.call("a", first)
+    device.capture(("b", first), ("c", second), ("b", first))
+    device.capture(("c", first), ("d", first))
+    device.call("a", first)
     assert device.waits == ["c>b", "b>c", "d>c"]
 
 
 def test_a_replay_is_a_call_in_the_order(device: Device) -> None:
-    one, other = Channel(), Channel()
-    graph, without = device.capture(("d", one), ("d", other)), device.capture()
-    device.call("a", one)
+    first = Channel()
+    second = Channel()
+    graph = device.capture(("d", first), ("d", second))
+    device.call("a", first)
     device.replay("b", graph)
-    device.replay("c", without)  # waits for nobody, nobody for it
-    device.call("b", one)
-    device.call("a", other)
+    device.call("b", first)
+    device.call("a", second)
     assert device.waits == ["b>a", "a>b"]
-    assert (one.checked, other.checked) == (1, 1)  # eager calls check in collectives.py
+
+
+def test_a_replay_checks_the_channels_of_its_graph(device: Device) -> None:
+    """Eager calls are checked in collectives.py."""
+    first = Channel()
+    second = Channel()
+    graph = device.capture(("d", first), ("d", second))
+    device.call("a", first)
+    device.replay("b", graph)
+    assert (first.checked, second.checked) == (1, 1)
+
+
+def test_a_graph_without_collectives_waits_for_nobody(device: Device) -> None:
+    channel = Channel()
+    graph = device.capture()
+    device.call("a", channel)
+    device.replay("c", graph)
+    device.call("b", channel)
+    assert device.waits == ["b>a"]
 
 
 def test_a_graph_inside_a_capture_joins_its_chain(device: Device) -> None:
-    one = Channel()
-    inner, outer = device.capture(("d", one)), Graph()
-    device.call("a", one)
+    channel = Channel()
+    inner = device.capture(("d", channel))
+    outer = Graph()
+    device.call("a", channel)
     device.capturing = True
     device.order.capture_begun(outer)
-    device.call("b", one)
+    device.call("b", channel)
     device.replay("c", inner)
     device.capturing = False
     device.replay("d", outer)
