@@ -44,6 +44,7 @@ def _member(name: str) -> type:
     """Return what a stand-in module has under a name: a layer of torch's, or a class with any attribute."""
     import torch
 
+    # Python looks for names such as __file__, which are not there.
     if name.startswith("__"):
         raise AttributeError(name)
     if name in LAYERS:
@@ -63,6 +64,7 @@ class _Loader:
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         """Return a module whose members are made when they are asked for."""
         module = types.ModuleType(spec.name)
+        # A path makes it a package, whose submodules this loader finds too.
         module.__path__ = []
         module.__version__ = VERSION
         module.__getattr__ = _member
@@ -91,6 +93,7 @@ def stand_in() -> bool:
     if importlib.util.find_spec("transformer_engine") is None:
         installed_version = importlib.metadata.version
 
+        # megatron-core asks for the version of the package, not of the module.
         def version(name: str) -> str:
             if name.replace("_", "-") == "transformer-engine":
                 return VERSION

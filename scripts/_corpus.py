@@ -215,6 +215,7 @@ def read_documents(root: Path, skipped: set[str]) -> dict[str, str]:
             if not name.endswith(".py") or name.startswith("_sysconfigd"):
                 continue
             raw = (folder / name).read_bytes()
+            # Packages ship copies of each other's files; each text counts once.
             digest = hashlib.sha256(raw).digest()
             if len(raw) > MAX_FILE_BYTES or digest in digests or not raw.strip():
                 continue

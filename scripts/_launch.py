@@ -69,6 +69,7 @@ def parse_setting(text: str) -> BenchSetting:
     Raises:
         ArgumentTypeError: no codec, or more than two.
     """
+    # Codecs come first, then flags and variables.
     words = shlex.split(text)
     specs = []
     while words and not words[0].startswith(("--", VARIABLES)):
@@ -78,6 +79,7 @@ def parse_setting(text: str) -> BenchSetting:
     flags = []
     for word in words:
         if word.startswith("--"):
+            # --flag=value as two words, so that settings are compared by what they mean.
             flags += word.split("=", 1)
         else:
             flags.append(word)
@@ -129,7 +131,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process has been ended."""
+        """Return whether the process has been ended."""
         return self._timer is not None and not self._timer.is_alive()
 
 
@@ -158,6 +160,7 @@ def torchrun(
         RuntimeError: the ranks failed or were ended; the message has the end of their output.
     """
     if rate:
+        # two_nodes.sh starts torchrun in each of its nodes.
         command = [str(ROOT / "scripts/two_nodes.sh"), rate]
         environment |= {"RANKS": str(ranks // 2), "PYTHON": sys.executable}
     else:
@@ -173,6 +176,7 @@ def torchrun(
     }
     # SIGTERM then raises KeyboardInterrupt here, so that the ranks are ended as by Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # What an error shows: the command, and the end of what it printed.
     last_lines = deque([shlex.join(command) + "\n"], maxlen=100)
     with subprocess.Popen(
         command,
@@ -215,6 +219,7 @@ def rules_of(args: Namespace, words: list[str]) -> dict:
     """
     from megatron.compression import flags
 
+    # What is not ours was parsed by Megatron.
     compression_args, _ = flags.add_flags(ArgumentParser()).parse_known_args(words)
     merged = Namespace(**vars(args) | vars(compression_args))
     return flags.resolve(merged).rules(args.train_iters)
@@ -245,6 +250,7 @@ def train(change: Callable) -> None:
     with one_line_errors():
         args = entrypoint.parse_arguments()
         model_config = gpt_config_from_args(args)
+        # What pretrain_gpt.py does, with a change in between.
         session = enable(args, model_config)
         change(args, session, model_config)
         container = pretrain_cfg_container_from_args(args, model_config)

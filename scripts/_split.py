@@ -34,6 +34,7 @@ _collecting: list[list[Work]] = []
 def split_over(groups: Iterable[dist.ProcessGroup], communicators: int) -> None:
     """Split what goes over these groups from now on. Collective over all ranks of the job."""
     for group in groups:
+        # The same ranks may have groups of several names, so that ranks are the key.
         ranks = dist.get_process_group_ranks(group)
         more = new_groups([ranks] * (communicators - 1))
         _groups[tuple(ranks)] = [group, *more]
@@ -59,6 +60,7 @@ def install() -> None:
     reason = "both sides of a comparison use as many communicators"
     for name, wrap in imported.items():
         function = getattr(param_and_grad_buffer, name)
+        # Without what is wrapped around it, by ``replace`` above or by torch.
         original = getattr(function, "__wrapped__", function)
         symbols.put(param_and_grad_buffer, name, wrap(original), reason)
     symbols.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing, lasting=True)

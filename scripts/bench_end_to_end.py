@@ -95,7 +95,13 @@ BLOCK = "bench block"
 
 
 def gpt(layers: int, hidden: int, heads: int) -> str:
-    """Return the flags of a GPT in bf16 with the vocabulary of GPT-2."""
+    """Return the flags of a GPT in bf16 with the vocabulary of GPT-2.
+
+    Args:
+        layers: number of layers.
+        hidden: width of the model.
+        heads: attention heads of a layer.
+    """
     return (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
         "--vocab-size 50257 --bf16"
@@ -117,6 +123,7 @@ def qwen(name: str, **changed: str) -> str:
 SHAPES = {
     "350m": gpt(24, 1024, 16) + " --micro-batch-size 8",
     "1.3b": gpt(24, 2048, 16),
+    # Eight layers as wide as the 6.7b's.
     "1.75b": "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --bf16",
     "2.7b": gpt(32, 2560, 32),
     "6.7b": gpt(32, 4096, 32),
@@ -240,21 +247,19 @@ def parse(words: list[str] | None = None) -> Namespace:
         options.shape = "qwen3-30b-a3b" if options.expert_parallel else "1.75b"
     if options.tensor_parallel is None:
         options.tensor_parallel = default_tensor_parallel(options)
-    problem = conflict(options)
-    if problem:
-        parser.error(problem)
     sizes = sizes_of(options)
     options.ranks = math.prod(sizes.values())
+    # One GPU is a tensor-parallel group of one rank.
     used = [dimension for dimension, size in sizes.items() if size > 1] or ["tensor"]
     options.dimension = used[0]
-    if used == ["pipeline"] and options.communicators > 1:
-        parser.error("--communicators: point-to-point messages have one; leave it out")
-    for regime in options.regimes:
-        if not is_regime(regime, options.ranks):
-            parser.error(
-                f"--regimes {regime}: give {', '.join(REGIMES)} or, for an even number of ranks, a rate "
-                "such as 10gbit"
-            )
+    problem = (
+        layout_conflict(options)
+        or useless_flag(options)
+        or length_conflict(options)
+        or link_conflict(options, used)
+    )
+    if problem:
+        parser.error(problem)
     if options.settings is None:
         options.settings = [parse_setting(text) for text in DEFAULT_SETTINGS[options.dimension]]
     options.traffic = traffic_of(options, used)
@@ -264,8 +269,8 @@ def parse(words: list[str] | None = None) -> Namespace:
 
 def default_tensor_parallel(options: Namespace) -> int:
     """Return 4 where nothing else is parallel, else 1."""
-    others = options.context_parallel * options.pipeline_parallel * options.data_parallel
-    if others > 1 or options.expert_parallel:
+    ranks = options.context_parallel * options.pipeline_parallel * options.data_parallel
+    if ranks > 1 or options.expert_parallel:
         return 1
     return 4
 
@@ -277,30 +282,56 @@ def sizes_of(options: Namespace) -> dict[str, int]:
     return {dimension: getattr(options, f"{dimension}_parallel") for dimension in LAYOUT}
 
 
-def conflict(options: Namespace) -> str | None:
-    """Return what is wrong with a command line, or None."""
-    others = [getattr(options, f"{dimension}_parallel") for dimension in LAYOUT]
-    if options.expert_parallel and max(others) > 1:
+def layout_conflict(options: Namespace) -> str | None:
+    """Return what is wrong with a layout, or None."""
+    sizes = [getattr(options, f"{dimension}_parallel") for dimension in LAYOUT]
+    if options.expert_parallel and max(sizes) > 1:
         return "--expert-parallel: experts are measured alone; drop the other --...-parallel"
     has_experts = options.shape == "qwen3-30b-a3b"
     if has_experts != bool(options.expert_parallel):
         return f"--shape {options.shape}: --expert-parallel and qwen3-30b-a3b only go together"
-    # Flags that would do nothing are refused: their user expects something of them.
-    useless = []
-    if options.expert_parallel and options.micro_batches:
-        useless.append("--micro-batches")
-    if options.tensor_parallel == 1 and options.sequence_parallel:
-        useless.append("--sequence-parallel")
-    if options.data_parallel * options.context_parallel == 1:
-        if options.no_overlap:
-            useless.append("--no-overlap")
-        if options.fp32_gradients:
-            useless.append("--fp32-gradients")
-    if useless:
-        return f"{useless[0]} has no effect in this layout; leave it out"
+    return None
+
+
+def useless_flag(options: Namespace) -> str | None:
+    """Refuse a flag that would do nothing in this layout: its user expects something of it."""
+    reduces_gradients = options.data_parallel * options.context_parallel > 1
+    # By flag: whether it is set, and whether it does something.
+    flags = {
+        "--micro-batches": (options.micro_batches, not options.expert_parallel),
+        "--sequence-parallel": (options.sequence_parallel, options.tensor_parallel > 1),
+        "--no-overlap": (options.no_overlap, reduces_gradients),
+        "--fp32-gradients": (options.fp32_gradients, reduces_gradients),
+    }
+    for flag, (is_set, has_effect) in flags.items():
+        if is_set and not has_effect:
+            return f"{flag} has no effect in this layout; leave it out"
+    return None
+
+
+def length_conflict(options: Namespace) -> str | None:
+    """Return what is wrong with the number of iterations, or None."""
     shortest = max(untimed(graphs) for graphs in options.cuda_graphs)
     if options.iterations <= shortest:
         return f"--iterations {options.iterations}: give more than {shortest}, which are not timed"
+    return None
+
+
+def link_conflict(options: Namespace, used: list[str]) -> str | None:
+    """Return what is wrong with the links, or None.
+
+    Args:
+        options: the command line.
+        used: the dimensions with several ranks.
+    """
+    if used == ["pipeline"] and options.communicators > 1:
+        return "--communicators: point-to-point messages have one; leave it out"
+    for regime in options.regimes:
+        if not is_regime(regime, options.ranks):
+            return (
+                f"--regimes {regime}: give {', '.join(REGIMES)} or, for an even number of ranks, a "
+                "rate such as 10gbit"
+            )
     return None
 
 
@@ -344,6 +375,7 @@ def flags_of(options: Namespace) -> list:
         last = len(flags) - 1 - flags[::-1].index("--micro-batch-size")
         micro_batch_size = int(flags[last + 1])
     flags += ["--micro-batch-size", micro_batch_size]
+    # Experts are spread over data-parallel ranks.
     if options.expert_parallel:
         flags += ["--expert-model-parallel-size", options.expert_parallel]
         flags += ["--global-batch-size", 16, "--grad-reduce-in-bf16"]
@@ -352,6 +384,7 @@ def flags_of(options: Namespace) -> list:
     flags += ["--pipeline-model-parallel-size", options.pipeline_parallel]
     if options.context_parallel > 1:
         flags += ["--context-parallel-size", options.context_parallel]
+    # Four micro-batches a stage keep the pipeline's bubble below a fifth.
     micro_batches = options.micro_batches or 4 * options.pipeline_parallel
     flags += ["--global-batch-size", micro_batch_size * options.data_parallel * micro_batches]
     if options.sequence_parallel:
@@ -574,6 +607,7 @@ class BatchRun:
                 ORDER: order.to_json(),
                 COMMUNICATORS: str(options.communicators),
             }
+            # A regime that NCCL's switches do not make is a rate of a link between two nodes.
             rate = "" if self.regime in REGIMES else self.regime
             try:
                 torchrun(
@@ -594,9 +628,11 @@ class BatchRun:
 
     def _read(self, line: str) -> float | None:
         """Read a line of the run's output. Returns a new limit in seconds where a block has ended."""
+        # Each transport says once how payloads travel.
         match = re.search("payloads travel (.*)", line)
         if match and match[1] not in self.payloads:
             self.payloads.append(match[1])
+        # What --compression auto measured and chose is worth reading as it is.
         if self.is_auto and line.startswith(("compression auto:", " | ", " |--")):
             print(line, end="")
         match = re.search(f"{BLOCK} (.*)", line)
@@ -612,6 +648,7 @@ class BatchRun:
         """Return the row of the block that has just ended."""
         options = self.options
         setting = self.batch[self.finished]
+        # The reporter writes a line for each iteration, before the ranks print that the block has ended.
         lines = (self.report / "history.jsonl").read_text().splitlines()
         first = self.before + self.finished * options.iterations
         timed = lines[first + untimed(self.graphs) : first + options.iterations]
@@ -642,6 +679,7 @@ def summary(history: list[dict], traffic: tuple[str, ...]) -> dict[str, Any]:
     megabytes = {}
     for name in traffic:
         tallies = last["bytes_per_iteration"].get(name, {}).values()
+        # Compressed, exact and uncompressed messages of the class together.
         megabytes[name] = sum(tally["sent"] for tally in tallies) / 1e6
     return {
         "milliseconds": statistics.median(times),
@@ -699,12 +737,14 @@ class BlockRules(dict):
         self, launched: dict, blocks: list[dict], length: int, iteration: Callable[[], int]
     ) -> None:
         super().__init__(launched)
+        # The policy asks for a rule at every message, so a block's rules hold as soon as it begins.
         self.blocks = blocks
         self.length = length
         self.iteration = iteration
 
     def get(self, traffic: str, default=None):
         """Return the rule that a class of traffic has now."""
+        # Behind the last block the run still has to end.
         block = min(self.iteration() // self.length, len(self.blocks) - 1)
         return self.blocks[block].get(traffic, default)
 
@@ -724,6 +764,7 @@ def end_block() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:  # this rank has written the history
         print(BLOCK, json.dumps(of_all_ranks), flush=True)
     if torch.cuda.is_available():
+        # The next block's codecs need a capture of their own, and its memory is measured from here.
         graphs.reset(FullCudaGraphWrapper(None))
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -754,6 +795,13 @@ def worker() -> None:
     order = Order.from_environment()
 
     def change(args: Namespace, session: Any, model_config: Any) -> None:
+        """Let the run change its setting with each block, and print when a block ends.
+
+        Args:
+            args: Megatron's arguments.
+            session: the compressed run.
+            model_config: the model that Megatron is going to build.
+        """
         policy = session.run.policy
         policy.meter.interval = 0  # the error meter encodes messages too, which would be timed
         iteration_ends = session.iteration_ends
@@ -775,6 +823,8 @@ def worker() -> None:
                 split_uncompressed(order.communicators)
                 return chunks
 
+            # The collectives are replaced now, before anything imports them by name. The groups are known
+            # only when the model is built.
             _split.install()
             # First of the hooks: --compression auto times messages in a later one.
             model_config.pre_wrap_hooks.insert(0, before_building)

@@ -208,6 +208,13 @@ def worker() -> None:
     order = json.loads(os.environ[ORDER])
 
     def change(args: Namespace, session: Any, model_config: Any) -> None:
+        """Put the prompts in the place of Megatron's training loop.
+
+        Args:
+            args: Megatron's arguments.
+            session: the compressed run.
+            model_config: the model's config.
+        """
         from megatron.training import training
 
         rules = [_launch.rules_of(args, words) for words in order["settings"]]
@@ -221,6 +228,7 @@ def worker() -> None:
                     prompts.time(setting, tokens)
             return 0, 0  # iterations and operations, as Megatron's train() returns
 
+        # The run ends after the prompts.
         args.do_valid = False
         args.do_test = False
         training.train = time_prompts
@@ -268,6 +276,7 @@ class Prompts:
             self._time_calls(forward, setting, tokens, "none")
             if torch.cuda.is_available():
                 graph = torch.cuda.CUDAGraph()
+                # Other threads, NCCL's watchdog among them, may call CUDA during the capture.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     forward()
                 self._time_calls(graph.replay, setting, tokens, "full_iteration")
@@ -283,6 +292,7 @@ class Prompts:
         host_times = []
         for number in range(WARM_UP + TIMED):
             sent_before, plain_before = self._bytes()
+            # All ranks begin with idle GPUs: the barrier is a kernel itself under NCCL.
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.synchronize()

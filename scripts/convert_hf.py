@@ -61,6 +61,7 @@ def import_model(folder: Path, save: str, dtype: str | None) -> None:
         )
     with built_model(str(folder), DTYPES[dtype]) as session:
         weights.read(session.chunks[0], models.model_from_config(config), folder)
+        # A release has no iteration: training that loads it starts at 0, with a new optimizer.
         session.args.save = save
         save_checkpoint(0, session.chunks, None, None, 0, release=True)
     print(f"imported {folder} ({config['model_type']}, {dtype}) to {save}", flush=True)
@@ -127,6 +128,7 @@ def export_model(load: str, like: Path, folder: Path, dtype: str | None) -> None
         dtype = str(saved_dtype).removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
     with built_model(str(like), saved_dtype) as session:
+        # Megatron reshards what any number of ranks has saved into the one model of this process.
         session.args.load = load
         load_checkpoint(session.chunks, None, None)
         model = models.model_from_config(config)

@@ -85,6 +85,7 @@ def completed(cfg: Any) -> Any:
     if cfg.mixed_precision is not None:
         cfg.mixed_precision.finalize()
         cfg.mixed_precision.setup(cfg.model, cfg.optimizer, cfg.ddp)
+    # As if on eight GPUs, which set-ups of overlap look at.
     cfg.data_parallel_size = 8
     if cfg.comm_overlap is not None:
         cfg.comm_overlap.data_parallel_size = 8
@@ -99,6 +100,7 @@ def refusal(cfg: Any, dimension: str) -> str | None:
     from megatron.compression.frontends import bridge
 
     try:
+        # What is said about user buffers is of no interest here.
         with contextlib.redirect_stdout(io.StringIO()):
             attached = bridge.attach(cfg, **{dimension.lower(): CODECS[dimension]})
             bridge.check(completed(cfg), attached.config)

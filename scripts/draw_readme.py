@@ -151,6 +151,7 @@ def layout_of(row: dict) -> str:
 def model_of(row: dict) -> str:
     """Return the model of a benchmark's row; with flags that change a shape, what is left of it."""
     model = MODELS.get(row["shape"], f"GPT-{row['shape'].upper()}")
+    # A shape has --num-layers once; a second one on the command line changes it.
     for part in ("layers", "experts"):
         numbers = re.findall(rf"--num-{part} (\d+)", row["flags"])
         if len(numbers) > 1:
@@ -205,9 +206,9 @@ def measured(rows: list[dict], **stamp: str) -> list[dict]:
     for row in rows:
         if row["codec"] == "none":
             continue
-        baselines = [
-            other for other in rows if other["codec"] == "none" and run_of(other) == run_of(row)
-        ]
+        # Benchmarks measure "none" first and last, so that a drift of the machine counts half.
+        run = run_of(row)
+        baselines = [base for base in rows if base["codec"] == "none" and run_of(base) == run]
         if not baselines:
             continue
         times = {
@@ -236,6 +237,7 @@ def merged(rows: list[dict]) -> list[dict]:
     for row in latest.values():
         none, none_least, none_most, ms, least, most = (float(row[name]) for name in TIMES)
         row["speed"] = f"{none / ms:.2f}"
+        # The worst and the best case: the slowest iteration of one side against the fastest of the other.
         row["low"] = f"{none_least / most:.2f}"
         row["high"] = f"{none_most / least:.2f}"
 
@@ -296,6 +298,7 @@ def with_figures(text: str, rows: list[dict]) -> str:
     begin, end = BLOCK
     if begin not in text:
         return text
+    # What stands between the comments is written anew.
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}{figures(rows)}{end}{after}"
@@ -305,6 +308,7 @@ def draw(rows: list[dict], path: Path) -> None:
     """Draw a bar for each situation that was measured."""
     import matplotlib
 
+    # No window: the picture goes into a file.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -157,6 +157,7 @@ def parse_args() -> argparse.Namespace:
         help="seconds: start no run that would end later, judged by the longest run so far",
     )
     options, options.extra = parser.parse_known_args()
+    # argparse has seen to it that one of them is given.
     for dimension in DIMENSIONS:
         ranks = getattr(options, f"{dimension}_parallel")
         if ranks is not None:
@@ -171,6 +172,7 @@ def check_codecs(setting: BenchSetting, dimension: str) -> None:
     """End the script with one line where a codec of a setting is unknown, before anything is trained."""
     parallelism = PARALLELISMS[f"{dimension}_parallel"]
     config = getattr(CompressionConfig(), parallelism.name)
+    # A setting of one codec leaves the second one to the config.
     fields = dict(zip(("compression", parallelism.second), setting.specs, strict=False))
     with one_line_errors(), spelled(FLAG_NAMES):
         replace(config, **fields)
@@ -189,6 +191,7 @@ def plan(settings: list[str], seeds: list[int], noise_seed: int) -> list[tuple[s
         seeds: for every setting.
         noise_seed: a further seed for the baseline; 0: none.
     """
+    # A setting that is named twice is trained once.
     distinct = list(dict.fromkeys(settings))
     runs = [(setting, seed) for seed in seeds for setting in distinct]
     if noise_seed and noise_seed not in seeds:
@@ -258,6 +261,7 @@ def train_missing(
         except RuntimeError as error:
             sys.exit(f"error: {run['setting']!r}, logs in {output}: {error}")
         longest = max(longest, time.monotonic() - started)
+        # A stop leaves what is done, whole.
         write_whole(file, (json.dumps(results, indent=1) + "\n").encode())
     present = []
     for run in runs:
@@ -334,6 +338,7 @@ def table(results: list[dict], baseline: str) -> str:
     if len(set(baseline_losses)) > 1:
         noise = max(baseline_losses) / min(baseline_losses) - 1
         note = f"\nA seed alone changes the validation loss of {baseline} by {noise:.2%}.\n"
+    # The note needs a second seed of the baseline.
     return "\n".join(markdown(*lines)) + f"\n{note}"
 
 
@@ -350,6 +355,7 @@ def in_words(results: list[dict], baseline: str) -> str:
         sent = sum(tally["sent"] for tally in tallies if tally)
         uncompressed = sum(tally["uncompressed"] for tally in tallies if tally)
         line += f", {sent / 1e6:.2f} MB sent an iteration"
+        # An uncompressed run has sent what it would have sent.
         if sent < uncompressed:
             line += f" instead of {uncompressed / 1e6:.2f} MB"
         lines.append(line)
@@ -379,7 +385,7 @@ def micro_batch_size(shape: Shape, dimension: str, ranks: int) -> int:
         ranks: how many there are.
     """
     if dimension == "pipeline":
-        micro_batches = 8  # enough to keep stages busy
+        micro_batches = 8  # enough to keep four stages busy
     elif dimension in ("data", "expert"):
         micro_batches = ranks  # one for each rank
     else:
@@ -404,6 +410,7 @@ def words_of(
     words += LAYOUTS[options.dimension].format(ranks=options.ranks).split()
     words += ["--micro-batch-size", micro_batch_size(shape, options.dimension, options.ranks)]
     words += ["--train-iters", iterations, "--eval-interval", max(1, iterations // 4)]
+    # Four validations, each of 16 batches, and about ten lines of the log.
     words += ["--eval-iters", 16, "--log-interval", max(1, min(10, iterations // 4))]
     for split in SPLITS:
         words += [f"--{split}-data-path", data[split]]
@@ -426,6 +433,7 @@ def train(
     Raises:
         RuntimeError: it failed.
     """
+    # A folder of its own for each start: a run that failed keeps its log.
     name = "".join(c if c.isalnum() or c in ".=" else "-" for c in setting.text)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-{run['seed']}-", dir=options.output))
     log_path = folder / "log.txt"
@@ -454,6 +462,7 @@ def train(
 def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
     """Return what decides every run besides its setting and seed; the tokens of all splits among it."""
     tokens = sha256()
+    # The same text with another tokenizer is other data.
     for split in SPLITS:
         with open(f"{data[split]}.bin", "rb") as file:
             tokens.update(file_digest(file, "sha256").digest())
@@ -499,6 +508,7 @@ def prepare_data(options: argparse.Namespace) -> dict[str, str]:
 def main() -> None:
     """Train what is missing, and print the table."""
     options = parse_args()
+    # Ranks cannot share a GPU, so with too few of them the run is on CPUs.
     options.on_gpus = gpu_count() >= options.ranks
     if options.model is None:
         options.model = "small" if options.on_gpus else "tiny"

@@ -153,6 +153,7 @@ def read_texts(line: Line, keys: Sequence[str]) -> list[str]:
     """
     location = f"--input {line.path} line {line.number}"
     try:
+        # A file from Windows may begin with a byte-order mark.
         record = json.loads(line.content.decode("utf-8-sig").strip())
     except UnicodeDecodeError as error:
         raise InputError(
@@ -231,6 +232,7 @@ def encode_all(encode: Encoder, lines: Iterator[Line], workers: int) -> Iterator
     if workers < 2:
         yield from map(encode, lines)
         return
+    # A fork shares what this process has loaded: workers start at once.
     _encode = encode
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         try:
@@ -261,6 +263,7 @@ class DatasetWriter:
         self.empty = 0
         """Records whose text was empty."""
         prefix.parent.mkdir(parents=True, exist_ok=True)
+        # An earlier dataset goes first: it must not pass for this job's if this job fails.
         self._remove()
         self._builder = IndexedDatasetBuilder(f"{prefix}.bin.part", dtype=dtype)
 
@@ -308,6 +311,7 @@ def write(args: Namespace) -> None:
     try:
         for key in args.json_keys:
             writers.append(DatasetWriter(Path(f"{args.output_prefix}_{key}_document"), dtype))
+        # Lines are read while others are tokenized. Only a few are in memory.
         for documents in encode_all(encode, read_lines(args.input), args.workers):
             for writer, ids in zip(writers, documents, strict=True):
                 writer.add(ids)

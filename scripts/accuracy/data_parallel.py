@@ -67,6 +67,7 @@ class DataParallel:
         self.sizes = [parameter.numel() for parameter in self.parameters]
         if self.weight_codec is not None:
             self.masters = [parameter.detach().clone() for parameter in self.parameters]
+            # They begin with the masters, rounded.
             self.rank_weights = self._flatten(self.masters).bfloat16()
             """What every rank holds, in bf16."""
             self._show_rank_weights()
@@ -87,6 +88,7 @@ class DataParallel:
         rows = []
         for rank_ids, rank_targets in zip(ids.chunk(RANKS), targets.chunk(RANKS), strict=True):
             loss = model(rank_ids, rank_targets).mean()
+            # Gradients of one rank: autograd.grad adds nothing to ``grad``.
             rows.append(self._flatten(torch.autograd.grad(loss, self.parameters)))
             losses.append(loss.detach())
         total = sum_gradients(torch.stack(rows), self.hops, 1 / RANKS, self.unsharded)
@@ -104,6 +106,8 @@ class DataParallel:
         optimizer.step()
         torch._foreach_copy_(self.masters, self.parameters)
         new_weights = self._flatten(self.masters).bfloat16()
+        # What a rank decodes is added to what it holds, so that an error of this step is a part of the next
+        # step's difference.
         payload = self.weight_codec.encode_difference(new_weights, self.rank_weights)
         self.weight_codec.add_decoded(payload[None], self.rank_weights[None])
         self._show_rank_weights()

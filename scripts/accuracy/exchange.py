@@ -44,6 +44,7 @@ class Exchange:
         # Two ranks send each other all they have: one exchange, and so one encoding.
         if len(partials) == 2 and codec.one_exchange:
             return self.reduce_scatter(partials, direction)
+        # Decode and sum what the ranks sent, and encode the sum for the way back.
         first, second = codec.hops
         payloads, piece = self._encode(partials, codec, first)
         total = first.decode_sum_encode(payloads, piece, second)
@@ -64,6 +65,7 @@ class Exchange:
         codec = self.codecs[direction]
         if codec is None:
             return x.clone()
+        # A gather is the second hop of an all-reduce.
         second = codec.hops[1]
         payloads, piece = self._encode(x[None], codec, second)
         return joined(second.decode(payloads[0], piece, x.dtype), x.shape)

@@ -58,9 +58,19 @@ def row_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @_operator("row_linear_backward")
 def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight, for the gradient [T, h] of the output."""
+    """Return the gradients of a row-parallel layer.
+
+    Args:
+        grad: of the output, [T, h]; with sequence parallelism of the rank's slice, which is gathered.
+        x: the input, [T, n].
+        weight: [h, n].
+
+    Returns:
+        The gradients of x and of the weight.
+    """
     if _exchange().setting.sequence_parallel:
         grad = _exchange().gather(grad.contiguous(), "backward")
+    # Both are each rank's own: nothing is summed.
     return grad @ weight, grad.t() @ x
 
 
@@ -72,7 +82,16 @@ def column_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 @_operator("column_linear_backward")
 def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, reduced over the ranks, and of the weight, for that [T, m] of the output."""
+    """Return the gradients of a column-parallel layer.
+
+    Args:
+        grad: of the output, [T, m].
+        x: the input, [T, h].
+        weight: [m, h].
+
+    Returns:
+        The gradient of x, reduced over the ranks, and that of the weight.
+    """
     exchange = _exchange()
     ranks = exchange.world_size
     grad = grad.contiguous()

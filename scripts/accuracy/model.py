@@ -85,6 +85,7 @@ class GPTBlock(nn.Module):
         if self.sequence_parallel:
             y = layers.gather(y)
         y = layers.column_linear(y, self.fc1.to(dtype)) + self.fc1_bias.to(dtype)
+        # The approximation is Megatron's.
         y = F.gelu(y, approximate="tanh")
         return x + (layers.row_linear(y, self.fc2.to(dtype)) + self.fc2_bias.to(dtype))
 
@@ -99,6 +100,7 @@ def angles(model: DenseModel, sequence: int) -> Tensor:
 
     Both halves of a head's d channels have the same angles.
     """
+    # Pair i of a head's channels turns by base ** (-2 i / d) for each position.
     powers = torch.arange(0, model.head_dim, 2) / model.head_dim
     angle = torch.arange(sequence)[:, None] / model.rotary_base**powers
     both = torch.cat([angle, angle], dim=-1)
@@ -215,6 +217,7 @@ class GPT(nn.Module):
         self.sequence_parallel = False
         self.token_losses = token_losses
         if compile_blocks:
+            # The blocks share one graph, since they differ only in their weights.
             for block in self.blocks:
                 block.compile(dynamic=False)
             self.token_losses = torch.compile(token_losses, dynamic=False)
@@ -227,6 +230,7 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                # Draws follow the order of the parameters.
                 if "norm" in name:
                     parameter.fill_(1.0 if name.endswith("weight") else 0.0)
                 elif parameter.dim() == 1:
@@ -256,6 +260,7 @@ class GPT(nn.Module):
         x = x.view(-1, config.hidden)
         layers_of_stage = ceil_div(config.layers, config.stages)
         for layer, block in enumerate(self.blocks):
+            # The first layer of each later stage gets what the stage before has sent.
             if layer and layer % layers_of_stage == 0:
                 x = layers.send(x, config.sequence)
             x = block(x)

@@ -31,6 +31,7 @@ def estimate(values: Sequence[float]) -> tuple[str, str]:
     error = statistics.stdev(values) / math.sqrt(len(values))
     degrees_of_freedom = min(len(values) - 1, len(T_QUANTILES))
     half = T_QUANTILES[degrees_of_freedom - 1] * error
+    # Two digits are enough where the interval is wide.
     digits = 3 if half < 0.1 else 2
     interval = f"{mean - half:+.{digits}f} … {mean + half:+.{digits}f}"
     return f"{mean:+.3f} ± {error:.3f}", interval
@@ -64,6 +65,7 @@ def differences(records: Sequence[dict]) -> dict[str, dict[int, float]]:
     by_setting: dict[str, dict[int, float]] = {}
     for record in records:
         base = uncompressed.get((record["seed"], record["size"]))
+        # A run whose seed has no uncompressed one cannot be compared.
         if record["kind"] == "ending" and base:
             by_seed = by_setting.setdefault(record["setting"]["name"], {})
             by_seed[record["seed"]] = 100 * (record["valid"] / base - 1)

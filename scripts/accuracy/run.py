@@ -145,6 +145,7 @@ class Worker:
         from scripts.accuracy.model import GPT
         from scripts.accuracy.training import Corpus, Trainer, use_deterministic_kernels
 
+        # A continuation has to be the same run as its beginning, to the bit.
         use_deterministic_kernels()
         self.args = args
         self.config, schedule = sizes(args)
@@ -186,6 +187,7 @@ class Worker:
 
     def _would_be_late(self, steps: int) -> bool:
         """Return whether so many steps, and an evaluation, would end after the deadline."""
+        # A fifth more for the evaluation and for loading.
         seconds = 1.2 * steps * self.seconds_per_step
         return time.time() + seconds > self.args.deadline
 
@@ -207,7 +209,7 @@ class Worker:
         setting = setting_of(name, self.config.ranks)
         began = time.time()
         result = self.trainer.run(setting, steps, seed, save)
-        del result["losses"]
+        del result["losses"]  # thousands of numbers, of which the table needs none
         record = {
             "id": run,
             "kind": run.split("/")[0],
@@ -240,6 +242,7 @@ def start_workers(
     every_gpu = ",".join(map(str, range(gpus)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", every_gpu).split(",")
     count = min(max(1, gpus), args.seeds)
+    # Seeds are dealt out to the workers in turn, so more of them than seeds would idle.
     workers = []
     for number in range(count):
         words = [sys.executable, "-m", "scripts.accuracy.run", *argv, "--work-dir", args.work_dir]
@@ -263,6 +266,7 @@ def launch(args: argparse.Namespace, argv: Sequence[str]) -> None:
     claim(args)
     prepare(args)
     workers = start_workers(args, argv, deadline)
+    # All are waited for: results of the others count where one has failed.
     statuses = [worker.wait() for worker in workers]
     records = load(sorted(args.work_dir.glob("results-*.jsonl")))
     print(tables(records))

@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def codecs(self) -> dict[str, Codec | None]:
-        """By message, a field of this class; None: uncompressed."""
+        """The codec of each message, by its field of this class; None: uncompressed."""
         codecs: dict[str, Codec | None] = {}
         for pair in PAIRS.values():
             for message in pair:
@@ -80,7 +80,7 @@ class Setting:
 
     @property
     def context_parallel(self) -> bool:
-        """Whether ranks share sequences."""
+        """Return whether ranks share sequences."""
         return any(getattr(self, message) != "none" for message in PAIRS["-cp"])
 
     @property
@@ -90,6 +90,7 @@ class Setting:
         means = []
         for pair in PAIRS.values():
             of_kind = [codecs[message] for message in pair]
+            # A kind of parallelism that is not compressed does not count.
             if any(of_kind):
                 means.append(statistics.fmean(bits_of(codec) for codec in of_kind))
         if not means:
@@ -152,10 +153,13 @@ def fields_of(part: str) -> tuple[str, dict[str, Any]]:
     """
     if part == "none-tp2":
         return "", {"world_size": 2}
+    # Data parallelism has two endings; this one is longer than those of PAIRS.
     if part.endswith("-ddp"):
         return "-dp", data_parallel_fields(part, part.removesuffix("-ddp"), unsharded=True)
     kind = part[-3:]
     if kind not in PAIRS:
+        # Tensor parallelism has no ending, or -sp. A recipe's name stands for both codecs; one codec alone
+        # serves both directions.
         sequence_parallel = part.endswith("-sp")
         first, _, second = part.removesuffix("-sp").partition(",,")
         forward, backward = expand("tensor_parallel", first, second or None)
@@ -167,6 +171,7 @@ def fields_of(part: str) -> tuple[str, dict[str, Any]]:
         return kind, data_parallel_fields(part, specs_text, unsharded=False)
     first, _, second = specs_text.partition(",,")
     config_class = PipelineParallelConfig if kind == "-pp" else ContextParallelConfig
+    # The configs know which codec goes back where the name does not say it.
     config = config_class(compression=first, backward=second or None)
     return kind, names_of(kind, [config.forward_codec, config.backward_codec])
 
@@ -191,6 +196,7 @@ def data_parallel_fields(part: str, specs: str, unsharded: bool) -> dict[str, An
             )
         weights = "none"
     config = DataParallelConfig(compression=first, weights=weights)
+    # Compressors that are not codecs, such as tagc, have none.
     gradients = getattr(config.compressor, "codec", None)
     if gradients is None and first != "none":
         raise CompressionConfigError(f"{part}: only codecs of gradients are simulated; give one")

@@ -36,6 +36,7 @@ class Schedule:
         """Return the learning rate of a step, counted from 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
+        # From 0 after the warm-up to 1 at the end.
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
         return self.minimum + (self.learning_rate - self.minimum) * cosine
@@ -62,6 +63,7 @@ class Corpus:
         self.train = tokens["train"]
         self.valid = tokens["valid"]
         self.sequence = sequence
+        # The last target of a window is the first token of the next.
         self.windows = (len(self.train) - 1) // sequence
         self.valid_windows = min(len(self.valid) - 1, max_valid_tokens) // sequence
         self._offsets = torch.arange(sequence + 1, device=device)
@@ -117,6 +119,7 @@ class Trainer:
             {"params": matrices, "weight_decay": self.schedule.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
+        # The fused optimizer is CUDA's.
         fused = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
@@ -127,6 +130,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
         }
+        # A job that is killed leaves no half of a checkpoint under its name.
         temporary = path.with_suffix(".tmp")
         torch.save(state, temporary)
         temporary.rename(path)
@@ -179,6 +183,7 @@ class Trainer:
 
     def _train_step(self, ranks: DataParallel, windows: torch.Tensor) -> torch.Tensor:
         """Train one step on windows [B] and return its loss."""
+        # torch's schedulers would have to be saved too; the rate depends on the step alone.
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.step)
         ids, targets = self.corpus.take(self.corpus.train, windows)
@@ -191,7 +196,7 @@ class Trainer:
 
     @property
     def batches(self) -> int:
-        """How many batches a validation has."""
+        """Return how many batches a validation has."""
         return max(1, self.corpus.valid_windows // self.schedule.batch)
 
     @torch.no_grad()
@@ -217,6 +222,7 @@ def use_deterministic_kernels() -> None:
     # This costs time and changes no result here.
     torch.utils.deterministic.fill_uninitialized_memory = False
     if torch.cuda.is_available():
+        # Of attention's kernels, flash attention is left.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_math_sdp(False)
