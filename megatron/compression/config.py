@@ -213,11 +213,11 @@ class CompressionConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any traffic is to be compressed."""
+        """True where any traffic is to be compressed."""
         return any(part.enabled for part in self.dimensions)
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
-        """What the policy does with each traffic class."""
+        """The policy's rules by traffic class; see ``DimensionConfig.rules``."""
         parts = [part.rules(self.start_iteration, train_iters) for part in self.dimensions]
         return {traffic: rule for part in parts for traffic, rule in part.items()}
 
@@ -269,6 +269,13 @@ class CompressionConfig:
         lines = [line for part in self.dimensions for line in part.lines(args)]
         lines += self.caat_net.lines(args)
         lines += graphs.lines(args, self)
+        lines += self._lines_of_whole_run(args)
+        names = names_on_command_line(args) if names is None else names
+        return [names.resolve(line) for line in lines]
+
+    def _lines_of_whole_run(self, args: Namespace) -> list[str]:
+        """The lines for the log on what concerns all dimensions."""
+        lines = []
         if self.communicators:
             lines.append(f"{COMMUNICATORS}={self.communicators}")
         if self.data_parallel.node_size:
@@ -280,18 +287,13 @@ class CompressionConfig:
                 f"a layer whose relative error exceeds {self.error_bound:g} is sent uncompressed from then on"
             )
         if self.validate_uncompressed:
+            flag = setting("validate_uncompressed")
             parts = [getattr(self, name) for name in ACTIVATIONS]
             if any(part.enabled and part.ranks(args) > 1 for part in parts):
-                lines.append(
-                    f"evaluation sends activations uncompressed ({setting('validate_uncompressed')})"
-                )
+                lines.append(f"evaluation sends activations uncompressed ({flag})")
             else:
-                lines.append(
-                    f"{setting('validate_uncompressed')} has no effect here: no activations are sent "
-                    "compressed"
-                )
-        names = names_on_command_line(args) if names is None else names
-        return [names.resolve(line) for line in lines]
+                lines.append(f"{flag} has no effect here: no activations are sent compressed")
+        return lines
 
 
 def names_on_command_line(args: Namespace) -> Names:
@@ -325,7 +327,7 @@ def from_environment(name: str) -> int | None:
 
 
 def train_iterations(args: Namespace) -> int | None:
-    """How long the run is, in iterations; None where Megatron's flags leave it open."""
+    """Return how long the run is, in iterations; None where Megatron's flags leave it open."""
     iterations = getattr(args, "train_iters", None)
     samples = getattr(args, "train_samples", None)
     if iterations or not samples or not args.global_batch_size:
@@ -364,7 +366,7 @@ def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _as_typed(config: dict[str, Any], paths: tuple[str, ...]) -> str:
-    """What a stored config has in a flag's fields, as one types it; empty: it is older than they are."""
+    """The values that a stored config has for a flag, as one types them; empty where it is older than the flag."""
     values = []
     for path in paths:
         part, _, name = path.rpartition(".")

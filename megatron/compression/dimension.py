@@ -205,13 +205,13 @@ class DimensionConfig(ABC):
 
     @property
     def enabled(self) -> bool:
-        """Whether any traffic of this dimension is to be compressed."""
+        """True where any traffic of this dimension is to be compressed."""
         return any(spec not in (None, "none") for spec in self.specs)
 
     @staticmethod
     @abstractmethod
     def ranks(args: Namespace) -> int:
-        """How many ranks exchange something in this dimension, by Megatron's arguments."""
+        """Return how many ranks exchange something in this dimension, by Megatron's arguments."""
 
     @abstractmethod
     def rules(

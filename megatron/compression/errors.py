@@ -148,7 +148,10 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line, without the usage of hundreds of flags."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises: InputError, with the flags that look like the unknown ones."""
+        """Refuse the command line, with the flag that looks most like an unknown one.
+
+        Raises: InputError: in any case.
+        """
         shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
         known = [flag for action in shown for flag in action.option_strings]
         unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
@@ -159,7 +162,15 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def require_extra(module: str, extra: str, needed_by: str) -> None:
-    """Raises: InputError: a package which comes with an extra of this project is not installed."""
+    """Refuse to go on without a package that comes with an extra of this project.
+
+    Args:
+        module: the package, as it is imported.
+        extra: the extra of this project that brings it.
+        needed_by: what needs it, for the message.
+
+    Raises: InputError: it is not installed.
+    """
     if importlib.util.find_spec(module) is None:
         raise InputError(f"{needed_by} needs {module}: pip install -e '.[{extra}]'")
 
@@ -276,12 +287,12 @@ def _text_of(error: InputError) -> str:
 
 
 def came_through(error: BaseException, function: str) -> bool:
-    """Whether the exception passed through a function of this name."""
+    """Return whether the exception passed through a function of this name."""
     return any(frame.name == function for frame in traceback.extract_tb(error.__traceback__))
 
 
 def raised_in(error: BaseException, function: str) -> bool:
-    """Whether a function of this name raised the exception itself, not what it has called."""
+    """Return whether a function of this name raised the exception itself, not one that it called."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].name == function
 

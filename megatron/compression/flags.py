@@ -165,7 +165,7 @@ def _help(field: Field) -> str:
 
 
 def _options(flag: str, field: Field) -> dict[str, Any]:
-    """What argparse wants to know of a setting with one value."""
+    """The keywords of ``add_argument`` for a setting with one value."""
     if field.type is bool:
         return {"action": "store_true"}
     if typing.get_origin(field.type) is typing.Literal:
@@ -177,7 +177,7 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
 
 
 def resolve(args: Namespace) -> CompressionConfig:
-    """What the parsed flags and the environment say. Pure: nothing is written into ``args``.
+    """Make one config of the parsed flags and the environment. Nothing is written into ``args``.
 
     Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
     """
@@ -207,22 +207,29 @@ def _config_of(args: Namespace) -> CompressionConfig:
                 "is neither a codec nor a recipe",
                 f"drop it and give {setting('auto')}, which measures what gains most",
             )
-        if part["compression"] is not None:
-            continue  # the dimension's own flag takes precedence over --compression
-        part["compression"] = "none"
-        if args.compression == "taco-paper":
-            part["compression"] = TACO_PAPER.get(name, "none")
-        # Of the other dimensions most runs have one rank, which need not be measured.
-        if args.compression == "auto" and (name in TACO_PAPER or classes[name].ranks(args) > 1):
-            auto.append(name)
+        if part["compression"] is None:  # then --compression decides
+            part["compression"] = "none"
+            if args.compression == "taco-paper":
+                part["compression"] = TACO_PAPER.get(name, "none")
+            if args.compression == "auto" and _is_measured(name, classes[name], args):
+                auto.append(name)
     if args.compression == "auto" and not auto:
-        raise CompressionConfigError(
-            "--compression auto has nothing to decide: every kind of parallelism has its own flag; drop it"
+        raise SettingError(
+            "auto",
+            None,
+            "has nothing to decide: every kind of parallelism has its own flag",
+            "drop it",
         )
     whole_run = values.pop("")
     parts = {name: classes[name](**part) for name, part in values.items()}
     parts["data_parallel"] = parts["data_parallel"].resolved(args)
     return CompressionConfig(**parts, **whole_run, auto=tuple(auto))
+
+
+def _is_measured(name: str, config_class: Any, args: Namespace) -> bool:
+    """Return whether ``--compression auto`` decides about a dimension: the three of the paper in any run, so
+    that the log says what they have, context and expert parallelism where they have ranks."""
+    return name in TACO_PAPER or config_class.ranks(args) > 1
 
 
 def _values_by_part(args: Namespace) -> dict[str, dict[str, Any]]:

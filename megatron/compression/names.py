@@ -30,7 +30,7 @@ class Parallelism:
 
     @property
     def title(self) -> str:
-        """What reports call it."""
+        """Its name in reports: ``tensor parallel``."""
         return self.name.replace("_", " ")
 
 
@@ -96,7 +96,7 @@ class Names:
     arguments: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, path: str) -> str:
-        """What the user types for a setting's path, or for ``args.NAME``."""
+        """The text that the user types for a setting's path, or for ``args.NAME``."""
         if path.startswith("args."):
             name = path.removeprefix("args.")
             return self.arguments.get(name, f"--{name.replace('_', '-')}")

@@ -57,11 +57,11 @@ class CaatNetConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether some channels stay private."""
+        """True where some channels stay private to a rank."""
         return self.sync_fraction < 1
 
     def shared_channels(self, hidden_size: int) -> int:
-        """How many of ``hidden_size`` channels are summed, the first ones; at least one.
+        """Return how many of ``hidden_size`` channels are summed, the first ones; at least one.
 
         Raises: SettingError: the fraction is less than one channel.
         """

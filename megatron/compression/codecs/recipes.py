@@ -34,7 +34,7 @@ class Recipe:
 
     @property
     def exact(self) -> bool:
-        """Whether no bit changes."""
+        """True where no bit of what is sent changes."""
         return self.source == _NO_BIT
 
     @property

@@ -181,7 +181,7 @@ class DataParallelConfig(DimensionConfig):
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """How many ranks sum gradients: those of an expert's weights or of all others, whichever are more."""
+        """Return how many ranks sum gradients: those of an expert's weights or of all others, whichever are more."""
         dense = args.data_parallel_size * args.context_parallel_size
         if args.num_experts is None:
             return dense

@@ -38,7 +38,7 @@ class ExpertParallelConfig(SentOnce):
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """How many ranks exchange tokens: those with other experts, and with the all-gather dispatcher those
+        """Return how many ranks exchange tokens: those with other experts, and with the all-gather dispatcher those
         with other parts of the same experts as well."""
         if args.num_experts is None:
             return 1

@@ -80,7 +80,7 @@ class PipelineParallelConfig(SentOnce):
 
 @functools.lru_cache(maxsize=256)
 def message_bytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """How many bytes the payload of a message between stages has; the same at both ends.
+    """Return how many bytes the payload of a message between stages has; the same at both ends.
 
     Args:
         codec: what encodes it.

@@ -131,12 +131,12 @@ class TensorParallelConfig(ActivationConfig):
 
     @property
     def halves(self) -> bool:
-        """Whether halves of a micro-batch are interleaved, compressed or not."""
+        """True where halves of a micro-batch are interleaved, compressed or not."""
         return self.overlap == "halves"
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """How many ranks share a layer or an expert: ranks of an expert send each other tokens as those of a
+        """Return how many ranks share a layer or an expert: ranks of an expert send each other tokens as those of a
         layer send activations."""
         sharing = 1
         if args.num_experts:

@@ -41,7 +41,7 @@ _OF_OPTIMIZER = ("use_distributed_optimizer", "optimizer", "bf16", "fp16")
 
 @explains("save_checkpoint_and_time", "save_checkpoint", "save_checkpoint_and_train_finalization")
 def cannot_save(error: BaseException, args: Namespace | None) -> str | None:
-    """Why no checkpoint was written: a full disk, which torch reports as an "iostream error" or as a failure
+    """Explain why no checkpoint was written: a full disk, which torch reports as an "iostream error" or as a failure
     of no rank, or no folder where Megatron saves before it stops."""
     folder = args.save if args is not None else None
     if isinstance(error, TypeError) and args is not None and not folder:
@@ -56,14 +56,14 @@ def cannot_save(error: BaseException, args: Namespace | None) -> str | None:
 
 
 def _is_full(folder: str | None) -> bool:
-    """Whether a folder's disk has no room left."""
+    """Return whether a folder's disk has no room left."""
     return (
         bool(folder) and os.path.isdir(folder) and shutil.disk_usage(folder).free < FULL_BELOW_BYTES
     )
 
 
 def _came_from_full_disk(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, is the system's of a full disk or quota."""
+    """Return whether an exception, or one that it was raised from, is the system's of a full disk or quota."""
     texts = [os.strerror(code) for code in _FULL]
     cause: BaseException | None = error
     while cause is not None:
@@ -94,6 +94,18 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
         return _no_such_iteration(source, Path(folder), args.ckpt_step)
     if damaged := damaged_file(folder):
         return f"{source}: {damaged}: name another checkpoint, or an earlier iteration with --ckpt-step"
+    line = _mismatch(error, saved, args)
+    return None if line is None else f"{source}: {line}"
+
+
+def _mismatch(error: BaseException, saved: Namespace | None, args: Namespace) -> str | None:
+    """Tell how a checkpoint and this run do not fit; None: the exception is about something else.
+
+    Args:
+        error: what was raised while it was loaded.
+        saved: the arguments of the run that wrote it; None where they were not read.
+        args: this run's.
+    """
     text = str(error)
     of_optimizer = any(
         word in text for word in ("flattened_range", "optimizer.", "distrib_optim_sharding_type")
@@ -101,13 +113,13 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
     is_mismatch = "mismatch" in text or isinstance(error, AssertionError | KeyError)
     if not (of_optimizer or is_mismatch):
         return None
-    if saved is not None and (line := _difference(saved, args)):
-        return f"{source}: {line}"
+    if saved is not None and (difference := _difference(saved, args)):
+        return difference
     message = first_line(error).partition(": [")[0].rstrip(".")
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}..."
     other = "load weights alone: --no-load-optim" if of_optimizer else "name another checkpoint"
-    return f"{source}: {message}. Start with the flags that wrote it, or {other}"
+    return f"{message}. Start with the flags that wrote it, or {other}"
 
 
 def _saved_arguments(error: BaseException) -> Namespace | None:
@@ -125,7 +137,7 @@ def _saved_arguments(error: BaseException) -> Namespace | None:
 
 
 def _difference(saved: Namespace, args: Namespace) -> str | None:
-    """How the run that wrote a checkpoint differs from this one, in flags, and what to do; None: it does not.
+    """Tell how the run that wrote a checkpoint differs from this one, in flags, and what to do; None: it does not.
 
     Args:
         saved: the arguments of the run that wrote it.

@@ -21,7 +21,7 @@ SAMPLE_BLOCK = 65_536
 
 @explains("initialize_megatron")
 def cannot_join(error: BaseException, args: Namespace | None) -> str | None:
-    """Why the process groups could not be made."""
+    """Explain why the process groups could not be made."""
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         port = os.environ.get("MASTER_PORT", "29500")
@@ -61,20 +61,31 @@ def check_numbers(args: Namespace) -> None:
                 f"--{name.replace('_', '-')} {value:g} must be a share from 0 to below 1"
             )
     if not getattr(args, "skip_train", False):
-        if getattr(args, "lr", 0.0) is None:
-            raise InputError("--lr is missing: give the learning rate, such as --lr 1e-4")
-        if not (args.train_iters or args.train_samples):
-            raise InputError("--train-iters is missing: give the number of iterations to train")
+        _check_training(args)
+    _check_divisions(args)
+
+
+def _check_training(args: Namespace) -> None:
+    """Refuse training without a learning rate or an end."""
+    if args.lr is None:
+        raise InputError("--lr is missing: give the learning rate, such as --lr 1e-4")
+    if not (args.train_iters or args.train_samples):
+        raise InputError("--train-iters is missing: give the number of iterations to train")
+
+
+def _check_divisions(args: Namespace) -> None:
+    """Refuse heads, sequences and experts that cannot be divided as the flags say."""
     if getattr(args, "group_query_attention", False):
         heads, groups = args.num_attention_heads, args.num_query_groups
         if groups < 1 or heads % groups:
             raise InputError(
                 f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: give a divisor"
             )
-    if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
+    ranks = args.tensor_model_parallel_size
+    if args.sequence_parallel and args.seq_length % ranks:
         raise InputError(
-            f"--seq-length {args.seq_length} is not a multiple of --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size}, over which --sequence-parallel splits it: change one of them"
+            f"--seq-length {args.seq_length} is not a multiple of --tensor-model-parallel-size {ranks}, over "
+            "which --sequence-parallel splits it: change one of them"
         )
     experts, chosen = args.num_experts, getattr(args, "moe_router_topk", 1)
     if experts is not None and chosen > experts:
@@ -126,13 +137,17 @@ def check_tokenizer(args: Namespace) -> None:
     is_file = kind in _FILE_TOKENIZERS
     if not model and (is_file or kind == "HuggingFaceTokenizer"):
         raise InputError(f"--tokenizer-type {kind} needs --tokenizer-model: its file or folder")
-    paths = [("--vocab-file", args.vocab_file), ("--merge-file", args.merge_file)]
-    # Hugging Face's hub names models by owner/name; anything else is a path.
-    if model and (is_file or model.startswith((".", "/", "~")) or model.count("/") > 1):
-        paths.append(("--tokenizer-model", model))
-    for flag, path in paths:
+    paths = {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}
+    if model and (is_file or _is_path(model)):
+        paths["--tokenizer-model"] = model
+    for flag, path in paths.items():
         if path and not os.path.exists(path):
             raise InputError(f"{flag} {path}: no such file")
+
+
+def _is_path(model: str) -> bool:
+    """Return whether a tokenizer is named by its path: Hugging Face's hub names models by owner/name."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def check_folders(args: Namespace) -> None:
@@ -141,14 +156,7 @@ def check_folders(args: Namespace) -> None:
     Raises: InputError: --load names no folder or an empty one, without which Megatron would start from random
         weights; --save or --tensorboard-dir cannot be written; nvidia_resiliency_ext is missing.
     """
-    load = args.load
-    must_exist = load and load != args.save and not args.pretrained_checkpoint and "://" not in load
-    if must_exist and not os.path.isdir(load):
-        raise InputError(f"--load {load}: no such folder; name a run's --save folder, or drop it")
-    if must_exist and not set(os.listdir(load)) - {"compression-auto.json"}:
-        raise InputError(
-            f"--load {load}: the folder is empty; name a run's --save folder, or drop it"
-        )
+    _check_loaded_folder(args)
     for name in ("save", "tensorboard_dir"):
         folder = getattr(args, name, None)
         if folder and "://" not in folder:
@@ -158,6 +166,19 @@ def check_folders(args: Namespace) -> None:
         raise InputError(
             "--async-save needs nvidia_resiliency_ext, which is not installed: pip install "
             "nvidia-resiliency-ext, add --async-strategy mcore, or drop --async-save"
+        )
+
+
+def _check_loaded_folder(args: Namespace) -> None:
+    """Refuse a --load that holds nothing. Where --save names the same folder, the run may be the first."""
+    load = args.load
+    if not load or load == args.save or args.pretrained_checkpoint or "://" in load:
+        return
+    if not os.path.isdir(load):
+        raise InputError(f"--load {load}: no such folder; name a run's --save folder, or drop it")
+    if not set(os.listdir(load)) - {"compression-auto.json"}:
+        raise InputError(
+            f"--load {load}: the folder is empty; name a run's --save folder, or drop it"
         )
 
 
@@ -172,27 +193,35 @@ def _check_writable(flag: str, folder: str) -> None:
         ) from None
 
 
-# What torch-native layers would ignore, or end in a trace: argument -> its flag.
 _NEEDS_TRANSFORMER_ENGINE = {
-    **{"fp8": "--fp8-format", "fp4": "--fp4-format", "tp_comm_overlap": "--tp-comm-overlap"},
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "tp_comm_overlap": "--tp-comm-overlap",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
     "moe_latent_size": "--moe-latent-size",
 }
+"""Arguments that torch-native layers would ignore, or that end in a trace there -> their flags."""
 
 
 def check_local_layers(args: Namespace) -> None:
-    """Raises: InputError for what torch-native layers do not serve, under --transformer-impl local."""
+    """Refuse what torch-native layers do not serve, where --transformer-impl local has them built.
+
+    Raises: InputError: with the flag and what to do.
+    """
     if args.transformer_impl != "local":
         return
     for name, flag in _NEEDS_TRANSFORMER_ENGINE.items():
         if getattr(args, name, None):
             raise needs_transformer_engine(flag, f"remove {flag}")
+    # megatron-core's unfused attention knows neither parts of a sequence nor latent attention.
     backend = getattr(getattr(args, "attention_backend", None), "name", None)
-    several = getattr(args, "context_parallel_size", 1) > 1
-    latent = getattr(args, "multi_latent_attention", False)
-    for flag, given in (("--context-parallel-size", several), ("--multi-latent-attention", latent)):
-        if given and backend == "local":
+    unfused = {
+        "--context-parallel-size": getattr(args, "context_parallel_size", 1) > 1,
+        "--multi-latent-attention": getattr(args, "multi_latent_attention", False),
+    }
+    for flag, is_set in unfused.items():
+        if is_set and backend == "local":
             raise InputError(
                 f"{flag} is not covered by --attention-backend local (megatron-core's unfused attention): "
                 "use --attention-backend auto"
@@ -200,15 +229,18 @@ def check_local_layers(args: Namespace) -> None:
 
 
 def check_evaluation(args: Namespace) -> None:
-    """Raises: InputError: what makes Megatron's loop divide by nothing, or end in a trace."""
+    """Refuse intervals by which Megatron's loop would divide by nothing, and evaluations that end in a trace.
+
+    Raises: InputError: with the flag and what to give.
+    """
     if not getattr(args, "eval_interval", None):
         raise InputError(
             "--eval-interval is missing: give the iterations between evaluations, such as 1000"
         )
     if args.log_interval < 1:
         raise InputError(f"--log-interval {args.log_interval} must be a number of iterations >= 1")
-    several = max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1
-    if getattr(args, "full_validation", False) and several:
+    several_ranks = max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1
+    if getattr(args, "full_validation", False) and several_ranks:
         raise InputError(
             "--full-validation fails with tensor or pipeline parallelism in this megatron-core: drop it, and "
             "give --eval-iters the size of the validation set"
@@ -216,8 +248,11 @@ def check_evaluation(args: Namespace) -> None:
 
 
 def check_datasets(args: Namespace) -> None:
-    """Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, or a .bin
-    shorter than its index says; a share of --split without a document, on which Megatron never ends."""
+    """Refuse data that is not there, or not whole.
+
+    Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, a .bin that
+        is shorter than its index says, or a share of --split without a document, on which Megatron never ends.
+    """
     if args.mock_data:
         return
     for name in ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path"):
@@ -238,8 +273,14 @@ def check_datasets(args: Namespace) -> None:
 
 
 def check_vocabulary(args: Namespace, vocabulary: int) -> None:
-    """Raises: InputError: a sample of a dataset has a token id that neither the tokenizer, of ``vocabulary``
-    ids, nor --vocab-size has: data of another tokenizer trains without a word."""
+    """Refuse data of another tokenizer, which would train without a word. A sample of each dataset is read.
+
+    Args:
+        args: Megatron's arguments.
+        vocabulary: how many ids the tokenizer has; --vocab-size may give more.
+
+    Raises: InputError: a dataset has a token id that is not among them.
+    """
     if args.mock_data:
         return
     vocabulary = max(vocabulary, args.vocab_size or 0)
@@ -253,27 +294,40 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
 
 
 def _prefixes(args: Namespace) -> tuple[list[str], bool]:
-    """Datasets on this file system, each once; and whether ``--split`` divides them."""
+    """The prefixes of the datasets on this file system, without repetition, and whether ``--split`` divides
+    them. Those in object storage are read when the dataset opens them."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     blend, per_split = get_blend_and_blend_per_split(args)
-    prefixes = [
-        prefix for one in (blend, *(per_split or [])) if one is not None for prefix in one[0]
-    ]
-    # Object storage is read when the dataset opens it.
-    return [prefix for prefix in dict.fromkeys(prefixes) if "://" not in prefix], blend is not None
+    prefixes: dict[str, None] = {}
+    for part in (blend, *(per_split or [])):
+        if part is not None:
+            prefixes.update(dict.fromkeys(part[0]))
+    return [prefix for prefix in prefixes if "://" not in prefix], blend is not None
 
 
 def check_split(prefix: str, split: str, sequences: int) -> None:
-    """Raises: InputError: a share of ``split`` ("99,1,0": training, validation, test) gets no document."""
+    """Refuse a share of --split that gets no document.
+
+    Args:
+        prefix: the dataset, for the message.
+        split: the shares of training, validation and test, such as "99,1,0".
+        sequences: how many documents the dataset has.
+
+    Raises: InputError: a share above 0 is empty.
+    """
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )
 
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    for name, share in zip(("training", "validation", "test"), matrix, strict=True):
-        if share is not None and round(share[0] * sequences) == round(share[1] * sequences):
+    # A share is a range of the dataset, (0.99, 1.0) for instance; None is a share of 0.
+    ranges = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    for name, share in zip(("training", "validation", "test"), ranges, strict=True):
+        if share is None:
+            continue
+        first, last = (round(end * sequences) for end in share)
+        if first == last:
             raise InputError(
                 f"--split {split}: the {name} share of {prefix} ({sequences} documents) is empty; give it a "
                 "larger share or 0"
@@ -281,35 +335,36 @@ def check_split(prefix: str, split: str, sequences: int) -> None:
 
 
 def read_index(prefix: str) -> Any:
-    """megatron-core's reader of PREFIX.idx, which PREFIX.bin has been compared with.
+    """Open PREFIX.idx with megatron-core's reader, and compare PREFIX.bin with it.
 
-    Raises: InputError: one is missing, or damaged; no documents. Each names the file and what to do.
+    Raises: InputError: a file is missing or damaged, or there are no documents; with what to do.
     """
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    what, again = f"--data-path {prefix}", "write it again with scripts/preprocess_data.py"
+    flag = f"--data-path {prefix}"
+    again = "write it again with scripts/preprocess_data.py"
     for path in (f"{prefix}.idx", f"{prefix}.bin"):
         if not os.path.isfile(path):
-            raise InputError(f"{what}: {path} does not exist (give the path without .bin or .idx)")
+            raise InputError(f"{flag}: {path} does not exist (give the path without .bin or .idx)")
     try:
         index = _IndexReader(f"{prefix}.idx", multimodal=False)
     except Exception as error:
         raise InputError(
-            f"{what}: {prefix}.idx is damaged ({first_line(error)}): {again}"
+            f"{flag}: {prefix}.idx is damaged ({first_line(error)}): {again}"
         ) from None
     if index.sequence_count == 0:
-        raise InputError(f"{what}: the dataset is empty: give it documents")
+        raise InputError(f"{flag}: the dataset is empty: give it documents")
     expected = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
     size = os.path.getsize(f"{prefix}.bin")
     if size < expected:
-        raise InputError(f"{what}: {prefix}.bin is truncated, {size} of {expected} bytes: {again}")
+        raise InputError(f"{flag}: {prefix}.bin is truncated, {size} of {expected} bytes: {again}")
     return index
 
 
 def largest_token_id(prefix: str) -> int:
-    """The largest token id of PREFIX.bin, of a sample where it is large; a negative one is too large."""
+    """Return the largest token id of PREFIX.bin, or of a sample of it where it is large."""
     tokens = np.memmap(f"{prefix}.bin", read_index(prefix).dtype, "r")
-    tokens = tokens.view(f"u{tokens.itemsize}")
+    tokens = tokens.view(f"u{tokens.itemsize}")  # a negative id becomes one that is too large
     last = max(0, len(tokens) - SAMPLE_BLOCK)
     starts = np.linspace(0, last, SAMPLE_BLOCKS).astype(np.int64)
     return max(int(tokens[start : start + SAMPLE_BLOCK].max()) for start in starts)
