@@ -258,7 +258,7 @@ def overflow_worker(rank: int, ranks: int) -> None:
     assert train(model, 3) == plain
     assert kinds(compression, "dp.weight") == {"compressed", "overflow"}
     assert [gather.fits for gather in compression.gathers] == [True, True, False]
-    assert "1 modules do not fit" in compression.summary()
+    assert "1 modules have weights that lossless cannot shorten" in compression.summary()
 
 
 def test_a_shard_that_does_not_fit_goes_uncompressed() -> None:

@@ -145,13 +145,15 @@ class Automatic:
         if unchecked:  # else what the error meter encodes would be timed
             self._meter_interval, run.policy.meter.interval = run.policy.meter.interval, 0
         self._tell(
-            f"decided in {plan.seconds:.1f} s within {plan.budget:g} % of loss, for an iteration of "
-            f"{plan.iteration_ms:.4g} ms, {plan.computation_ms:.4g} of them computation"
+            f"decided in {plan.seconds:.1f} s. Loss budget {plan.budget:g} %. Estimated iteration: "
+            f"{plan.iteration_ms:.4g} ms ({plan.computation_ms:.3g} compute)"
         )
         for line in plan.table():
             self._say(f" {line}")
         if unchecked:
-            self._tell(f"compares iterations with and without, {self._check.iterations} in all")
+            self._tell(
+                f"the first {self._check.iterations} iterations run with and without compression, to compare"
+            )
         for line in self.session.config.describe(self.args):
             self._say(f"compression: {line}")
         self._keep(plan)

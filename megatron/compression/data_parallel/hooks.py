@@ -311,8 +311,8 @@ class Gradients(Dimension):
         cut = cut_without_mark(module, data_shards)
         if cut:
             self.log(
-                "compression: cut over tensor parallelism without tensor_model_parallel, and so not taken "
-                f"for replicas: {', '.join(cut.values())}"
+                "compression: these parameters are split over tensor-parallel ranks but lack the mark "
+                f"tensor_model_parallel, so they are not treated as replicas: {', '.join(cut.values())}"
             )
         return cut
 

@@ -324,11 +324,11 @@ class Fsdp2Compression:
         payloads = max(gather.buffer_bytes for gather in self.gathers)
         payloads += max(sums.buffer_bytes() for reduce in self.reduces for sums in reduce.sums)
         memory = sum(values.nbytes for values in self.state_dict().values())
-        line += f" ratio {ratio:.2f}; on the device payloads of {payloads / 1e6:.3f} MB"
-        line += f" and gradients' memory of {memory / 1e6:.3f} MB"
+        line += f" ratio {ratio:.2f}; device memory: {payloads / 1e6:.3f} MB of buffers"
+        line += f", {memory / 1e6:.3f} MB of kept gradients"
         misfits = sum(gather.fits is False for gather in self.gathers)
         if misfits:
-            line += f"; {misfits} modules do not fit, and are gathered uncompressed"
+            line += f"; {misfits} modules have weights that lossless cannot shorten: gathered uncompressed"
         return line
 
     def state_dict(self) -> dict[str, torch.Tensor]:
