@@ -23,7 +23,7 @@ from megatron.compression.communication.ledger import bytes_sent
 from megatron.compression.communication.objects import gather_objects
 from megatron.compression.communication.overflow import Overflow
 from megatron.compression.communication.work import Work, join
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, setting
 from taco_kernels.common.host import host_identity
 
 OnSend = Callable[[str, int], Any]
@@ -421,7 +421,7 @@ class Transports:
             return f"payloads travel {how}"
         if self.choice == "host" or (self.choice == "symmetric" and fused):
             raise TransportError(
-                f"--compression-transport {self.choice} is not possible: {how}; use auto"
+                f"{setting('transport')} {self.choice} is not possible: {how}; use auto"
             )
         return f"payloads travel over torch.distributed ({how})"
 

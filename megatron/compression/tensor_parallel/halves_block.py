@@ -16,11 +16,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
-from megatron.compression.errors import CompressionConfigError, InputError
+from megatron.compression.errors import InputError, SettingError, setting
 from megatron.compression.patches import symbols
-from megatron.compression.tensor_parallel.config import HALVES, check_halves
+from megatron.compression.tensor_parallel.config import check_halves
 from megatron.compression.tensor_parallel.halves import Block, Linear, interleave
 
+_OVERLAP = "tensor_parallel.overlap"
+_HALVES = f"{setting(_OVERLAP)} halves"
 _PASSED_ON = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset")
 """Arguments of the block that attention is given in both halves."""
 _OF_INFERENCE = ("inference_context", "inference_params")
@@ -113,10 +115,10 @@ class HalvesBlock(TransformerBlock):
         if not self._halves(received, options):
             return super().forward(hidden_states, attention_mask, **options)
         if received.shape[1] < 2:
-            raise InputError(f"a micro-batch of one sequence has no two halves; drop {HALVES}")
+            raise InputError(f"a micro-batch of one sequence has no two halves; drop {_HALVES}")
         for name in _NOT_HALVED:
             if options.get(name) is not None:
-                raise InputError(f"{name} is not halved; drop {HALVES}")
+                raise InputError(f"{name} is not halved; drop {_HALVES}")
         hidden_states = make_viewless_tensor(inp=received, requires_grad=True, keep_graph=True)
         arguments = {name: options.get(name) for name in _PASSED_ON}
         arguments["attention_mask"] = attention_mask
@@ -227,15 +229,19 @@ def attach(chunk: torch.nn.Module) -> None:
     check_halves(chunk.config)
     decoder = getattr(chunk, "decoder", None)
     if type(decoder) is not TransformerBlock and not isinstance(decoder, HalvesBlock):
-        raise CompressionConfigError(
-            f"{HALVES} covers a decoder of megatron-core's TransformerBlock, "
-            f"not {type(decoder).__name__}; drop the flag"
+        raise SettingError(
+            _OVERLAP,
+            "halves",
+            f"covers a decoder of megatron-core's TransformerBlock, not {type(decoder).__name__}",
+            "drop the flag",
         )
     for path, layer in decoder.layers.named_children():
         if reason := _why_not_halved(layer):
-            raise CompressionConfigError(
-                f"{HALVES} covers layers of one self-attention and one dense MLP, but layer {path} "
-                f"{reason}; drop the flag"
+            raise SettingError(
+                _OVERLAP,
+                "halves",
+                f"covers layers of one self-attention and one dense MLP, but layer {path} {reason}",
+                "drop the flag",
             )
     symbols.change_class(decoder, HalvesBlock)
 
