@@ -69,6 +69,7 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
         if isinstance(module, PartialRowParallelLinear):
             module.shared_channels = config.shared_channels(module.output_size)
         if isinstance(module, ColumnParallelLinear):
+            # Its input gradient is that of this rank's stream alone.
             module.disable_grad_reduce = True
             module.allreduce_dgrad = False
     _mark_rank_local(chunk)
@@ -167,6 +168,7 @@ def sum_rank_local_gradients(
                 gradients.append(gradient.detach())
     if not gradients:
         return
+    # One all-reduce: these are many small tensors.
     total = _flatten_dense_tensors(gradients)
     dist.all_reduce(total, group=group)
     ledger.record_uncompressed("tp.other", "exact", "all_reduce", total.nbytes, group.size())

@@ -118,6 +118,7 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         scale = math.sqrt(ctx.site.group.size())
         rows = x.reshape(-1, x.shape[-1])
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        # A copy: the sum may be formed in it, and other nodes still read grad_output.
         shared_gradient = grad_output[:, :shared].clone(memory_format=torch.contiguous_format)
         left_out = grad_output.nbytes - shared_gradient.nbytes
         work = _sum_over_ranks(shared_gradient, ctx.site, "tp.backward", left_out)
@@ -131,9 +132,12 @@ class _PartialRowParallelLinear(torch.autograd.Function):
 
             ctx.exchange.work = work.then(add_shared)
             grad_x = placeholder(x)
+        # No other weight gradient overlaps with the second exchange, so it starts before the
+        # private rows' GEMM.
         if work.exchanges > 1 and not ctx.exchange.waiting:
             work.advance()
         if ctx.needs_input_grad[1]:
+            # The private rows now, the shared ones when their sum has arrived.
             full = torch.empty_like(weight)
             torch.addmm(full[shared:], private.t(), rows, beta=0, alpha=scale, out=full[shared:])
 
@@ -205,6 +209,8 @@ class PartialRowParallelLinear(CompressedRowParallelLinear):
         if self.following is not None:
             self.following.use()  # what is left belongs to another graph
         if torch.is_grad_enabled():
+            # Nodes in the order of tensor_parallel/functions.py: the engine runs the last one made
+            # first.
             weight = gradient_from(lambda: unfinished.pop()(), weight)
             input_ = gradient_from(exchange.wait, input_)
             if self.following is not None:

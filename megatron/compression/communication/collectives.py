@@ -126,7 +126,9 @@ def all_reduce(
     if ranks == 1 or x.numel() == 0:
         return Work.completed(x if out is None else out.copy_(x))
     if transport.fuses(codec):
+        # One kernel encodes, exchanges, sums and decodes, on the current stream.
         return transport.fused_all_reduce(x, codec, out)
+    # A codec that sees shapes gets the tensor as it is, so it needs tokens and channels.
     if ranks == 2 and codec.one_exchange and (x.dim() > 1 or not codec.sees_shape):
         return sum_of_two(x, codec.hops[0], transport, out)
     pieces = _pieces(x, codec, ranks)
@@ -137,6 +139,7 @@ def all_reduce(
     else:
         payloads = first.encode(rows)
     received, pending = transport.all_to_all(payloads)
+    # Not a closure: x itself need not live until the end.
     finish = partial(_sum_and_gather, received, first, pieces, x.shape, x.dtype, transport, out)
     return Work(pending, finish, exchanges=2)
 
@@ -162,6 +165,7 @@ def _sum_and_gather(
         out: as of ``all_reduce``.
     """
     second = pieces.second
+    # [W, 1, bytes]: the codec sums over the first dimension, a row at a time.
     addends = received.unsqueeze(1)
     if second.lossless:
         second, payload = sum_and_encode(first, addends, pieces.shape, dtype, second, transport)
@@ -211,6 +215,7 @@ def sum_of_two(
         codec, payload = encode(codec, x[None], transport)
     else:
         payload = codec.encode(x[None])
+    # Each rank gets both payloads, its own too: both sum the same two decoded tensors.
     both, pending = transport.all_gather(payload)
     return Work(pending, lambda: codec.decode_sum(both.unsqueeze(1), shape, dtype, scale, into)[0])
 
@@ -240,6 +245,7 @@ def reduce_scatter(
     shape = torch.Size((x.shape[0] // ranks, *x.shape[1:]))
     if ranks == 1 or x.numel() == 0:
         return Work.completed(x.reshape(shape) if out is None else out.copy_(x.reshape(shape)))
+    # The sum is not encoded again: the second hop has nothing to do.
     codec = codec.hops[0]
     if transport.fuses(codec):
         return transport.fused_reduce_scatter(x, codec, out)
@@ -268,6 +274,7 @@ def all_gather(
     Returns: work whose ``wait`` gives ``[W * n, ...]`` of ``x``'s dtype.
     """
     if transport.world_size == 1 or x.numel() == 0:
+        # Without values the shape alone is gathered.
         full = x.reshape(transport.world_size * x.shape[0], *x.shape[1:])
         return Work.completed(full if out is None else out.copy_(full))
     codec, payload = encode(codec.hops[1], x[None], transport)
@@ -313,6 +320,7 @@ def uncompressed_all_reduce(x: Tensor, group: dist.ProcessGroup, out: Tensor | N
         group: the ranks.
         out: contiguous tensor for the sum, which may be ``x``; None: a new one.
     """
+    # torch sums in place.
     total = x.clone(memory_format=torch.contiguous_format) if out is None else out
     if out is not None and out is not x:
         out.copy_(x)
@@ -329,6 +337,7 @@ def uncompressed_reduce_scatter(
         group: the ranks.
         out: contiguous ``[n, ...]`` for the result; None: a new tensor.
     """
+    # torch's collectives take contiguous tensors, and leave their input as it is.
     shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
     work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
     return Work(work, lambda: shard)
@@ -355,6 +364,7 @@ def fp32_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Work:
     """
     ranks = group.size()
     piece = ceil_div(x.numel(), ranks)
+    # Equal pieces, zeros behind the last value.
     pieces = F.pad(x.view(-1), (0, ranks * piece - x.numel()))
     received = torch.empty_like(pieces)
     work = dist.all_to_all_single(received, pieces, group=group, async_op=True)
@@ -374,6 +384,7 @@ def sum_in_order(rows: Tensor) -> Tensor:
     ``torch.sum`` adds in an order that depends on the device, the shape and the number of rows.
     """
     total = rows[0].float() if rows.dtype != torch.float32 else rows[0].clone()
+    # One addition a rank, in place: no [W, n] fp32 copy is made.
     for row in rows[1:]:
         total += row
     return total

@@ -68,9 +68,11 @@ class ErrorMeter:
         if not self.interval:
             return False
         last = self._last.get((site, traffic))
+        # In graphs the first message may be the only one that is seen.
         is_first = self.also_first and last is None
         if not is_first and not self.ends_interval(iteration):
             return False
+        # Of several micro-batches of an iteration the first is measured.
         self._last[site, traffic] = iteration
         return last != iteration
 
@@ -106,10 +108,12 @@ class ErrorMeter:
         # Groups with a NaN or Inf are left out: they are the loss scaler's business.
         exact = sample.float().masked_fill(~is_finite, 0.0)
         squares_by_hop = []
+        # Twice the same hop is measured once.
         for hop in dict.fromkeys(codec.hops):
             decoded = hop.decode(hop.encode(sample[None]), sample.shape, sample.dtype)[0]
             error = (decoded.float() - sample.float()).masked_fill(~is_finite, 0.0)
             squares_by_hop.append(squares(_in_groups(exact), _in_groups(error)))
+        # The signal is the same for all hops, so the largest squared error decides.
         measured = torch.stack(squares_by_hop).amax(0)
         largest = peak(tensor)
         if (site, traffic) in self._seen:

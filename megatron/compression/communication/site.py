@@ -260,6 +260,7 @@ class SiteMessage:
         compressed, uncompressed = _COLLECTIVES[self.operation]
         if codec is None:
             return uncompressed(x, site.group, out)
+        # Asked here, since a call that finds no meter would cost every message.
         if site.run.policy.meter.interval:
             self._measure(x)
         return compressed(x, codec, site.transport(self.traffic), out)

@@ -215,8 +215,10 @@ def find_topology(
     else:
         node_of_rank = [index // node_size for index in range(len(ranks))]
     shape = group_by_node(node_of_rank)
+    # Unevenly spread ranks are treated as if each were a node: one flat exchange.
     nodes, local = (len(ranks), 1) if shape is None else shape
     node, index = divmod(group.rank(), local)
+    # With one rank a node, or one node, a sum has one hop.
     two_hops = nodes > 1 and local > 1
     memory, method = None, ""
     if nodes == 1 and local > 1:
@@ -238,6 +240,7 @@ def find_topology(
     hops: dict[str, tuple[dist.ProcessGroup, ...]] = {}
     if two_hops:
         hops = {INTRA: (created[0],), INTER: tuple(created[1 : len(hop_ranks)])}
+        # Inside a node payloads may travel through its memory.
         memory, method = transports.host_memory(created[0])
     return Topology(
         group,

@@ -33,6 +33,7 @@ RowCounts = Sequence[int] | None
 TCP_COMMUNICATORS = 2
 """One connection does not fill a link of TCP; measured in docs/results/collectives.md."""
 
+# Made once, not in each call.
 _ALL_TO_ALL = AllToAllOptions()
 _ALL_TO_ALL.asyncOp = True
 _ALL_GATHER = AllgatherOptions()
@@ -145,6 +146,7 @@ class TorchTransport:
             x: ``[n, size]``.
         """
         shares = [share.contiguous() for share in x.tensor_split(len(self.groups), dim=-1)]
+        # Collectives need contiguous results, so the shares meet in a copy at the end.
         parts = [result.new_empty((len(result), share.shape[-1])) for share in shares]
         works = [
             Work(start(group, part, share))
@@ -161,6 +163,7 @@ class TorchTransport:
 
     def any_ranks(self, flags: torch.Tensor) -> list[bool]:
         """Return which of ``flags``, uint8 ``[n]``, are set on any rank, in one reduction."""
+        # A type that every backend reduces.
         largest = flags.to(torch.int32)
         if self.on_send is not None:
             self.on_send("all_reduce", bytes_sent("all_reduce", largest.nbytes, self.world_size))
@@ -278,6 +281,7 @@ class SymmetricTransport(TorchTransport):
         )
         if self.world_size == 2 and codec.one_exchange:
             return self._completed(out, x.numel(), all_gather=first)
+        # What goes to each owner, and what each owner sends to all.
         piece = first.chunk_numel(x.numel(), self.world_size)
         return self._completed(out, piece, all_to_all=first, all_gather=second)
 
@@ -365,6 +369,7 @@ class Transports:
         Raises:
             TransportError: a kind of memory was asked for and is not possible.
         """
+        # Sites that hold a transport ask again.
         self.version += 1
         lines: list[str] = []
         wanted: list[list[int]] = []
@@ -483,6 +488,7 @@ class Transports:
             on_send: counts; None: nobody does.
             fused: whether collectives may be fused kernels, as in ``prepare``.
         """
+        # A group that was never prepared has no memory, and travels over torch.distributed.
         memory = self._memory.get(group)
         if isinstance(memory, HostMemory):
             return HostTransport(memory, on_send, self.overflow)
@@ -562,6 +568,7 @@ def over_tcp(group: dist.ProcessGroup) -> bool:
     if dist.get_backend(group) != "nccl":
         return False
     adapters = Path("/sys/class/infiniband")
+    # The kernel lists adapters that NCCL can use for InfiniBand or RoCE.
     has_adapters = adapters.is_dir() and any(adapters.iterdir())
     infiniband = has_adapters and os.environ.get("NCCL_IB_DISABLE") != "1"
     local = _Links(host_identity(), _locally_disabled() == {"P2P", "SHM"}, infiniband)

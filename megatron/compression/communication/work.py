@@ -60,6 +60,7 @@ class Work:
             return
         if self._pending is not None:
             self._pending.wait()
+        # Decodes, and may start the next exchange.
         result = None if self._finish is None else self._finish()
         if not isinstance(result, Work):
             self._done = True

@@ -29,6 +29,7 @@ class SharesSequence:
 
 def in_order(gathered: torch.Tensor, world_size: int) -> torch.Tensor:
     """Return a sequence ``[s, ...]`` of the ranks' parts, ``[s, ...]`` one after the other."""
+    # Each rank's part is an early and a late chunk; late ones come in reverse order of the ranks.
     early, late = gathered.unflatten(0, (world_size, 2, -1)).unbind(1)
     return torch.cat([early, late.flip(0)]).flatten(0, 1)
 
@@ -79,6 +80,7 @@ def gather_sequence(
         message = site.message("cp.backward", "reduce_scatter", gradient.nbytes)
         return message.start(gradient).wait()
 
+    # One message for both: half as many launches.
     gathered = WithBackward.apply(torch.cat(parts, dim=-1), gather, scatter)
     keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)
     return keys.unflatten(-1, key.shape[2:]), values.unflatten(-1, value.shape[2:])

@@ -68,6 +68,7 @@ class RoutedTokens:
         The host waits for the count once.
         """
         if isinstance(self._rows, torch.Tensor):
+            # The dispatcher has waited for the same counts just before, so this is a short wait.
             self._rows = int(self._rows.sum())
         return self._rows * self._row_bytes * group_size // self._ranks
 
@@ -135,6 +136,7 @@ class TokenSite(CommSite):
             leg: how they are sent.
             sizes: rows of each rank.
         """
+        # An all-to-all carries the rows: to each rank all of this rank's.
         sent = x.nbytes * self.group.size()
         transport = self._row_transport(leg, x, "all_gather", _rows_bytes(x, sizes), sent)
         return collectives.all_gather_rows(x, leg.decision.codec, transport, sizes).wait()
@@ -212,6 +214,7 @@ class TokenExchange:
             tokens: the tensor that is compressed; None: whatever is sent.
             exact: nothing is compressed.
         """
+        # Steps nest: dispatch_preprocess calls preprocess.
         before = self._sites, self._tokens, self._exact
         self._sites, self._tokens, self._exact = sites, tokens, exact
         try:
@@ -243,6 +246,7 @@ class TokenExchange:
         site = self._site(group)
         if site is None:
             return original(group, x, recv_counts, send_counts, use_nccl_stream)
+        # Known on both ends: megatron-core has gathered the counts of tokens by expert.
         recv_counts, send_counts = _plain_numbers(recv_counts), _plain_numbers(send_counts)
         forward, backward = self._legs(site, x, x.nbytes)
         if _compressed(forward, backward):
@@ -251,6 +255,7 @@ class TokenExchange:
                 lambda x: site.all_to_all_rows(x, forward, send_counts, recv_counts),
                 lambda gradient: site.all_to_all_rows(gradient, backward, recv_counts, send_counts),
             )
+        # The backward sends the gradients of what has come.
         received = x.nbytes if recv_counts is None else _rows_bytes(x, recv_counts)
         _count(site, forward, "all_to_all", x.nbytes)
         if has_backward(x):
@@ -293,6 +298,8 @@ class TokenExchange:
             if self._exact:
                 self.gathered = result
             return result
+        # Always by our exchange: an all-gather of unequal parts is one broadcast a rank on NCCL,
+        # and gloo refuses it.
         sizes = _plain_numbers(output_split_sizes)
         forward, backward = self._legs(site, x, _rows_bytes(x, sizes))
         return WithBackward.apply(
@@ -380,6 +387,7 @@ class TokenExchange:
 
     def _legs(self, site: TokenSite, x: torch.Tensor, nbytes: int) -> tuple[Leg, Leg]:
         """Decide how ``x`` is sent, and its gradient in the backward."""
+        # Probabilities and routing maps go through the same functions in the same step.
         holds_tokens = not self._exact and (self._tokens is None or x is self._tokens)
         if not holds_tokens:
             return Leg(OTHER, _EXACT), Leg(OTHER, _EXACT)
@@ -424,6 +432,7 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Count tokens by expert, and gather the input of shared experts that run with the
         dispatcher."""
         ranks = self.tp_ep_group.size()
+        # As if all ranks had as many tokens; preprocess corrects it where counts are gathered.
         rows = hidden_states.shape[:-1].numel() * self.config.moe_router_topk * ranks
         self._note_routed(rows, hidden_states.shape[-1] * hidden_states.element_size())
         with TOKEN_EXCHANGE.under_way(self.dispatch):
@@ -433,6 +442,7 @@ class CompressedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
         """Tell the sites how many tokens all ranks route; not those of shared experts, which get
         equal parts."""
         self._row_bytes = row_bytes
+        # One object for all sites, so that the host reads the count once a forward.
         routed = RoutedTokens(rows, row_bytes, self.tp_ep_group.size())
         for site in (*self.dispatch.values(), *self.combine.values()):
             if not site.name.endswith(SHARED_EXPERTS):

@@ -77,6 +77,7 @@ class ExpertParallel(Dimension):
             communication.through_token_exchange(TOKEN_EXCHANGE)
             communication.on_router_reduction(_count_router_sum)
         for path, module in experts.items():
+            # The router sums tokens by expert itself, in each forward.
             _follow_router(module.router, self.run)
             dispatcher = module.token_dispatcher
             compressed = _compressed_class(type(dispatcher))
@@ -114,6 +115,7 @@ class ExpertParallel(Dimension):
             if dispatcher.shared_experts is not None:
                 group = dispatcher.shared_experts.tp_group
                 sites[group] = TokenSite(name + SHARED_EXPERTS, group, self.run, layer, "tp")
+        # Ranks that are alone in a group send nothing.
         return {group: site for group, site in sites.items() if group.size() > 1}
 
 

@@ -78,6 +78,7 @@ class WeightGradient:
     def compute(self) -> torch.Tensor | None:
         """Return ``grad_output.T @ input``, or what autograd wants where it is added to
         ``main_grad``."""
+        # Taken out: a closure of the tensors would keep them until the graph is freed.
         inputs, self._inputs = self._inputs, None
         grad_output, x = inputs()
         self.exchange.waiting -= 1
@@ -120,6 +121,7 @@ def placeholder(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> tor
 
     It has ``tensor``'s shape, or ``shape`` if given.
     """
+    # Strides of 0: any shape takes one value's memory.
     return _zero(tensor.dtype, tensor.device).expand(tensor.shape if shape is None else shape)
 
 
@@ -145,6 +147,7 @@ class DeferredWeightGradient:
     def prepare(self, exchange: InputGradientExchange) -> None:
         """Make the node; called in the forward of the layer that exchanges."""
         weight = self._layer.weight
+        # Of a forward whose layer did not run.
         self._prepared = None
         if weight.requires_grad:
             fusion = getattr(self._layer, "gradient_accumulation_fusion", False)
@@ -192,6 +195,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
             gathered = message.gather(saved, ctx.x_shape, ctx.x_dtype)
         grad_input = None
         if ctx.needs_input_grad[0]:
+            # [s, b, h] of this rank's rows: one addend of the input gradient.
             partial_gradient = torch.matmul(grad_output, weight)
             operation = "reduce_scatter" if ctx.sequence_parallel else "all_reduce"
             ctx.exchange.work = ctx.messages.backward(operation).start(partial_gradient)
@@ -240,6 +244,7 @@ def column_parallel_linear(
     exchange = InputGradientExchange()
     gradient = None
     if torch.is_grad_enabled():
+        # The order of these nodes is the order of the backward, see above.
         x = gradient_from(exchange.wait, x)
         if deferred is not None:
             deferred.prepare(exchange)
@@ -261,9 +266,11 @@ class _RowParallelLinear(torch.autograd.Function):
         ctx.sequence_parallel = sequence_parallel
         ctx.gradient = gradient
         ctx.fusion = fusion
+        # [s, b, h_out] of this rank's columns: one addend of the output.
         partial_sum = torch.matmul(x, weight.t())
         operation = "reduce_scatter" if sequence_parallel else "all_reduce"
         work = messages.forward(operation).start(partial_sum)
+        # The exchange holds what it needs of it.
         del partial_sum
         return work.wait()
 
@@ -313,6 +320,7 @@ def row_parallel_linear(
     """
     gradient = None
     prepared = None if deferred is None else deferred.use()
+    # Its node stands behind the exchange of the column-parallel layer before.
     if prepared is not None:
         weight, gradient = prepared
     return _RowParallelLinear.apply(x, weight, messages, sequence_parallel, gradient, fusion)

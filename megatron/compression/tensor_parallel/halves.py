@@ -88,6 +88,7 @@ class Block:
         """
         entered.compute()
         column = entered.backward.column
+        # The column's stand-in belongs to the input, which may have begun its gather.
         row = RowStandIn(self.row.site)
         column.after_gather = other_half.backward.start_gather
         # After the first product the other half's sum is moved on.
@@ -100,6 +101,7 @@ class Block:
             hook.remove()
             self.column.site = column.site
             self.row.site = row.site
+        # Frozen layers and evaluation have no gradient to gather.
         row.has_backward = total.requires_grad
         return BlockOutput(row, total, bias, self.draw)
 
@@ -145,6 +147,7 @@ class BlockInput:
         self.block = block
         self.output = output
         self.residual = residual
+        # Inputs of the node, since it computes their gradients.
         parameters = [] if block is None else list(block.norm.parameters())
         column = None if block is None else ColumnStandIn(block.column.site)
         row = None if output is None else output.row
@@ -165,6 +168,7 @@ class BlockInput:
         work = None if self.output is None else self.output.row.total
         if work is not None and work.exchanges > 1:
             work.advance()
+        # Nothing is left to wait for but the last exchange.
         elif self._gathers:
             self.compute()  # the next exchange is the gather of the result
 
@@ -200,6 +204,7 @@ class BlockInput:
         del self.residual, self.output  # nothing is kept alive
         if output is None:
             return residual
+        # Taken out, so that the sum is freed when it has been added.
         work, output.row.total = output.row.total, None
         total = work.wait().to(residual.dtype)
         if output.bias is not None:
@@ -208,6 +213,7 @@ class BlockInput:
         if drop is None:
             return residual + total
         if self.x.requires_grad:
+            # Its mask is needed in the backward, where there is one.
             self.backward.drop = drop
         return residual + drop(total)
 
@@ -280,6 +286,7 @@ class BlockInputBackward:
         self._grad_x = None
         if self.column is not None and self.column.gradient is not None:
             work, self.column.gradient = self.column.gradient, None
+            # The layer gave a placeholder, since it did not wait.
             grad_y = work.wait()
         gradient = grad_x
         grad_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
@@ -288,6 +295,7 @@ class BlockInputBackward:
             if grad_x is not None:
                 gradient = gradient.add_(grad_x)
         if self.previous is not None:
+            # The previous input may begin its gather with it before the engine comes to its node.
             self.previous._grad_x = gradient
         drop = self.drop
         # What is large is dropped, and the references that close cycles with the neighbours.
@@ -306,6 +314,7 @@ class BlockInputBackward:
             raise RuntimeError(
                 "interleaved halves have one backward a forward; drop retain_graph=True"
             )
+        # Frozen parameters of a norm have no place in its graph.
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         grad_leaf, *grad_trained = torch.autograd.grad(
             self.norm, [self.leaf, *trained], grad_y, allow_unused=True
@@ -321,6 +330,7 @@ class _BlockInputNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, backward, residual, total, bias, *parameters):
+        # None says that an output had no gradient; zeros would be summed over the ranks.
         ctx.set_materialize_grads(False)
         ctx.input_backward = backward
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)

@@ -54,6 +54,7 @@ class Dropout:
             return None
         if not self._masks:
             tokens, _, hidden = total.shape
+            # The same call as the whole micro-batch would make, so the same random numbers.
             ones = total.new_ones(tokens, sum(self.sizes), hidden)
             mask = F.dropout(ones, self.probability) != 0
             self._masks = list(mask.split(self.sizes, 1))
@@ -132,6 +133,7 @@ class HalvesBlock(TransformerBlock):
                 stream = stream.float()
             batch = stream.shape[1]
             sizes = [batch - batch // 2, batch // 2]
+            # Sequences are the second dimension, so a half of them is strided.
             halves = [half.contiguous() for half in stream.split(sizes, 1)]
             for layers, recomputed in self._recomputed_parts():
                 halves = self._run(layers, arguments, halves, recomputed)
@@ -184,6 +186,7 @@ class HalvesBlock(TransformerBlock):
             draws = [Dropout(probability, sizes), Dropout(probability, sizes)]
             attention_1, mlp_1 = blocks_of(layer, first_arguments, draws)
             attention_2, mlp_2 = blocks_of(layer, second_arguments, draws)
+            # The order in which ``interleave`` runs them: the halves take turns.
             blocks += [attention_1, attention_2, mlp_1, mlp_2]
         return blocks
 

@@ -67,11 +67,13 @@ class RowStandIn:
         """Return the gather of the output's gradient, which may be under way already."""
         if self._gradient_gather is None:
             return self.site.message("tp.backward", operation, self._nbytes)
+        # Handed over once: the result is the layer's.
         work, self._gradient_gather = self._gradient_gather, None
         return _Begun(work)
 
     def start_gradient_gather(self, gradient: torch.Tensor) -> None:
         """Begin to gather the gradient of the layer's output, ``[s / W, b, h]`` on each rank."""
+        # In the sum's own type: beside an fp32 residual stream the gradient comes in fp32.
         message = self.site.message("tp.backward", "all_gather", self._nbytes)
         self._gradient_gather = message.start(gradient.to(self.dtype))
 
@@ -138,6 +140,7 @@ class _OutputSum:
         tokens = x.shape[0]
         if message.operation == "reduce_scatter":
             tokens //= message.site.group.size()
+        # The layer reads nothing of it, so no memory is spent.
         return Work.completed(empty(x, x.dtype, (tokens, *x.shape[1:])))
 
 
@@ -188,6 +191,7 @@ class _InputGather:
     def __init__(self, stand_in: ColumnStandIn, message: SiteMessage, y: torch.Tensor) -> None:
         self._stand_in = stand_in
         self._message = message
+        # Encoded where the input is known, a block before the layer asks.
         self._payload: torch.Tensor | None = message.encode(y)
         self._work: Work | None = message.gather(self._payload, y.shape, y.dtype)
 
@@ -216,6 +220,7 @@ class _GatherInBackward:
     def gather(self, payload: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> Work:
         work = self._message.gather(payload, shape, dtype)
         if self._stand_in.after_gather is not None:
+            # The link is free for the other half's gather after this one has begun.
             self._stand_in.after_gather()
         return work
 

@@ -75,6 +75,7 @@ class TensorParallel(Dimension):
         self._engine = TransformerEngineLayers(run)
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
+        # Patched functions find the run by the model that they are called for.
         running.claim(chunks, self.run)
         communication.through_regions(REGIONS)
         for chunk in chunks:
@@ -142,6 +143,7 @@ class TensorParallel(Dimension):
                     self.config.path("compression"), None, f"cannot compress {path}: {reason}"
                 )
         for path, module in communicating(chunk):
+            # Transformer Engine's layers keep their classes: their collectives are replaced.
             if why_not_covered(module) is None:
                 self._engine.follow_engine()
                 self._engine.attach(module, *names(path))
@@ -149,6 +151,7 @@ class TensorParallel(Dimension):
             compressed, _ = _covered(module)
             if compressed is None:
                 continue
+            # A layer of ours may come from the layer spec already.
             if type(module) is not compressed:
                 symbols.change_class(module, compressed)
             name, layer = names(path)
@@ -237,12 +240,14 @@ def _share_weight_gradient(module: torch.nn.Module) -> None:
         if not isinstance(column, CompressedColumnParallelLinear) or column.site is None:
             continue
         if isinstance(row, CompressedRowParallelLinear) and row.site is not None:
+            # One object for both: the column-parallel layer makes its node, the other one fills it.
             column.deferred = row.deferred = DeferredWeightGradient(row)
 
 
 def _communicates(module: torch.nn.Module) -> bool:
     """Return whether a layer of megatron-core's sends anything itself."""
     ranks = module.tp_group.size()
+    # The layer's dispatcher moves tokens to where their expert is.
     if getattr(module, "explicit_expert_comm", False):
         return False  # an expert: its layer's dispatcher communicates for it
     if isinstance(module, SelfAttention):

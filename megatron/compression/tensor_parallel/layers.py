@@ -93,6 +93,7 @@ class CompressedRowParallelLinear(RowParallelLinear):
             self.deferred,
             self.gradient_accumulation_fusion,
         )
+        # As megatron-core: a bias that is left to the caller is added in a fused kernel.
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
@@ -280,6 +281,7 @@ class CompressedSelfAttention(SelfAttention):
         if self.site is None or output_gate:
             return inherited(hidden_states, key_value_states, output_gate, split_qkv)
         ranks = self.site.group.size()
+        # With sequence parallelism the linear layer gathers the tokens first.
         tokens = hidden_states.shape[:-1].numel() * (ranks if self.config.sequence_parallel else 1)
         nbytes = tokens * self.linear_qkv.output_size * hidden_states.element_size()
         messages = self.site.pair("tp.forward", "tp.backward", nbytes)
@@ -303,6 +305,7 @@ class CompressedSelfAttention(SelfAttention):
             return columns, sizes
         query, key, value = columns.split(sizes, dim=-1)
         query = query.unflatten(-1, (heads, head)).flatten(2, 3)
+        # Heads need not divide by the sharers.
         query = query.tensor_split(sharers, dim=2)[position]
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
@@ -353,6 +356,7 @@ layer of ours."""
 
 def _running(site: CommSite | None, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a layer's method with its site active."""
+    # Layers nest where a layer is recomputed inside another one's backward.
     token = _active_site.set(site)
     try:
         return method(*args, **kwargs)

@@ -148,6 +148,7 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
                 f"an attention bias is not covered by the torch-native attention; {USE_TE}"
             )
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
+        # Megatron's masks say what is left out, torch's what takes part.
         allowed = None if attention_mask is None else ~attention_mask
         # One query row against a key/value cache sees all of it.
         causal = causal and allowed is None and query.size(0) > 1
@@ -159,6 +160,7 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
         if self.context_group is None:
             return self._attend(query, key, value, allowed, causal)
         key, value = gather_sequence(key, value, self.context_group, self.context_site)
+        # Without an order every query sees the whole sequence.
         if not causal:
             return self._attend(query, key, value, allowed, False)
         # This rank's queries are two chunks of the sequence; each sees the keys up to its own end.
@@ -199,6 +201,7 @@ class SDPACoreAttention(SharesSequence, MegatronModule):
                     dropout_p=dropout_p,
                     is_causal=causal,
                     scale=self.softmax_scale,
+                    # Kernels share keys and values among a group's queries; no copy is made.
                     enable_gqa=query.size(1) != key.size(1),
                 )
         except RuntimeError as error:
@@ -355,6 +358,7 @@ class LatentSelfAttention(CompressedLatentAttention):
             return query, latent
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent, positions = latent.split(widths, dim=-1)
+        # All ranks have the same positions; each has the gradient of its own heads.
         positions = WithBackward.apply(positions, lambda x: x, self._sum)
         return query, torch.cat([latent, positions], dim=-1)
 

@@ -75,6 +75,7 @@ class TorchRMSNorm(_MegatronNorm, torch.nn.RMSNorm):
         """Normalise any ``[..., hidden_size]``; the result has the weight's dtype (x may be an fp32
         residual)."""
         gamma = self._gamma(x.dtype)
+        # Heads of queries and keys; see the times above.
         if x.is_cuda and self.normalized_shape[0] <= LONGEST_ROW:
             y = RowRMSNorm.apply(x, gamma, self.eps)
         else:
@@ -89,6 +90,7 @@ LONGEST_ROW = 512
 @jit_fuser
 def _forward(x: torch.Tensor, gamma: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     x32 = x.float()
+    # Kept for the backward: a value a row.
     inverse = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return (x32 * inverse * gamma.float()).to(x.dtype), inverse
 

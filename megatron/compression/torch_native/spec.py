@@ -50,6 +50,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the layers of this stage and the final norm, for
     ``GPTModelConfig.transformer_layer_spec``."""
+    # megatron-core's own choice of layers, without Transformer Engine.
     block = get_gpt_decoder_block_spec(
         transformer, False, transformer.normalization, transformer.qk_l2_norm, vp_stage
     )
@@ -59,6 +60,7 @@ def block_spec(
     block.layer_norm = norm
     for layer in {id(layer): layer.submodules for layer in block.layer_specs}.values():
         attention = layer.self_attention.submodules
+        # Both norms are separate modules here, fused ones in Transformer Engine.
         layer.input_layernorm = layer.pre_mlp_layernorm = norm
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention, name, IdentityOp) not in (IdentityOp, L2Norm):
@@ -166,6 +168,7 @@ def _rotate(t: torch.Tensor, freqs: torch.Tensor, opposite: bool) -> torch.Tenso
     sin = -freqs.sin() if opposite else freqs.sin()
     rotated = t[..., : freqs.shape[-1]].float()
     first, second = rotated.chunk(2, dim=-1)
+    # fp32 until the end: one rounding.
     rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((rotated.to(t.dtype), t[..., freqs.shape[-1] :]), dim=-1)
 
