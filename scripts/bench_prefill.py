@@ -323,7 +323,7 @@ class Prompts:
         """Return what this rank has sent so far, and would have sent uncompressed."""
         tallies = self.ledger.tallies.values()
         sent = sum(tally.sent for tally in tallies)
-        plain = sum(tally.plain for tally in tallies)
+        plain = sum(tally.uncompressed for tally in tallies)
         return sent, plain
 
 

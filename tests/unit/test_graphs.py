@@ -55,11 +55,11 @@ def _sent(ledger: Ledger, phase: str = "train") -> list[tuple[int, int, int]]:
 
 def test_a_capture_is_counted_at_each_replay_in_its_phase(graph) -> None:
     ledger, one, other = counting(), graph(), graph()
-    ledger.record(*SENT, sent=5, plain=7)
+    ledger.record(*SENT, sent=5, uncompressed=7)
     for captured, size in ((one, 10), (other, 100)):
         captured.capture_begin()
         for _ in range(3):
-            ledger.record(*SENT, sent=size, plain=2 * size)
+            ledger.record(*SENT, sent=size, uncompressed=2 * size)
         captured.capture_end()
     assert _sent(ledger) == [(1, 5, 7)], "a capture sends nothing"
     one.replay()

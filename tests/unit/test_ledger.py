@@ -5,6 +5,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.compression import CompressionConfig, CompressionConfigError, Host, Session
+from megatron.compression.communication.audit import BackendAudit
 from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC, Ledger, bytes_sent
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
@@ -30,7 +31,7 @@ def test_bytes_sent(operation: str, world_size: int, sent: int) -> None:
 def test_ledger_keeps_phases_traffic_and_kinds_apart() -> None:
     """Training and evaluation, compressed and not."""
     ledger = Ledger()
-    ledger.record("tp.forward", "compressed", "all_to_all", sent=50, plain=0)
+    ledger.record("tp.forward", "compressed", "all_to_all", sent=50, uncompressed=0)
     ledger.record_plain("tp.forward", "all_reduce", 200, world_size=2)
     ledger.record_uncompressed("tp.forward", "small", "all_reduce", 10, world_size=2)
     ledger.evaluating = True
@@ -120,3 +121,15 @@ def test_lines_come_from_the_first_rank(rank: int, monkeypatch, capsys) -> None:
     compression.ledger.record("tp.forward", "small", "all_reduce", 1, 1)
     compression.step()
     assert ("min_mb" in capsys.readouterr().out) == (rank == 0)
+
+
+def test_two_audits_may_end_in_any_order() -> None:
+    """Each session has one in its first iteration; torch's methods are the originals after the last."""
+    methods = dict(vars(torch.distributed.ProcessGroup))
+    first, second = (BackendAudit(Ledger(), dict) for _ in range(2))
+    first.start()
+    second.start()
+    first.stop()
+    assert dict(vars(torch.distributed.ProcessGroup)) != methods
+    second.stop()
+    assert dict(vars(torch.distributed.ProcessGroup)) == methods

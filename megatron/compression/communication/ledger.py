@@ -49,29 +49,40 @@ KINDS = {
     "exact": "uncompressed by design",
     "fp8": "in Transformer Engine's own fp8, as without compression",
 }
-"""Why bytes travel as they do."""
+"""Reasons: why bytes travel as they do. Reports call a reason a kind."""
 
 LINKS = ("", "intra", "inter")
 """Where data-parallel bytes go: inside a node or between nodes; empty where they are not distinguished."""
 
 
 def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
-    """Bytes that one rank sends in one call over a buffer of ``buffer_bytes``: of an all-gather the gathered
-    one, of an all-to-all and a reduce-scatter the input."""
+    """Return the bytes that one rank sends in one call.
+
+    Args:
+        operation: one of torch.distributed's: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast
+            or send.
+        buffer_bytes: the size of its buffer: of an all-gather the gathered one, of an all-to-all and a
+            reduce-scatter the input.
+        world_size: ranks of the group.
+    """
     if world_size == 1:
         return 0
     if operation in ("broadcast", "send"):
         return buffer_bytes
-    return buffer_bytes * (world_size - 1) * (2 if operation == "all_reduce" else 1) // world_size
+    # An all-reduce is a reduce-scatter and an all-gather.
+    passes = 2 if operation == "all_reduce" else 1
+    return passes * buffer_bytes * (world_size - 1) // world_size
 
 
 @dataclass
 class Tally:
-    """Calls, bytes sent, and the bytes that the uncompressed operation would have sent."""
+    """What has been counted of one kind of call."""
 
     calls: int = 0
     sent: int = 0
-    plain: int = 0
+    """Bytes given to the transport."""
+    uncompressed: int = 0
+    """Bytes that the uncompressed operation would have sent."""
 
 
 class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
@@ -103,11 +114,15 @@ def release_graphs() -> None:
 
 
 class Ledger:
-    """Counts bytes given to the transport, by phase, traffic, kind, operation and link. Of a compressed
-    operation: each transport call, and once what the uncompressed one would have sent (``record_plain``)."""
+    """Counts bytes given to the transport, by phase, traffic, reason, operation and link.
+
+    Of a compressed operation each transport call is counted, and once, by ``record_plain``, what the
+    uncompressed operation would have sent. While a CUDA graph is captured nothing is sent: its replays count.
+    """
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
+        """By phase (train or eval), traffic class, reason, operation and link."""
         self.evaluating = False
         """Set during evaluation: its traffic is kept separate from the training iterations'."""
         self.captures = Captures(Counter)
@@ -131,76 +146,108 @@ class Ledger:
     def record(
         self,
         traffic: str,
-        kind: str,
+        reason: str,
         operation: str,
         sent: int,
-        plain: int = 0,
+        uncompressed: int = 0,
         link: str = "",
         times: int = 1,
     ) -> None:
-        """Count one transport call, or several alike; in a CUDA graph at each replay. ``plain``: what the
-        uncompressed operation would send, 0 where ``record_plain`` says it."""
+        """Count one transport call, or several alike; in a CUDA graph at each replay.
+
+        Args:
+            traffic: one of ``TRAFFIC``.
+            reason: why the bytes travel as they do, one of ``KINDS``.
+            operation: what the transport was asked for, as ``bytes_sent`` calls it.
+            sent: bytes that this rank sends in one call.
+            uncompressed: bytes that the uncompressed operation would send; 0 where ``record_plain`` counts
+                them.
+            link: one of ``LINKS``.
+            times: calls.
+
+        Raises:
+            KeyError: a traffic class, reason or link that nobody knows.
+        """
         captured = self.captures.captured
         if captured is not None:
-            captured[self.record, (traffic, kind, operation, sent, plain, link)] += times
+            arguments = traffic, reason, operation, sent, uncompressed, link
+            captured[self.record, arguments] += times
             return
-        key = ("eval" if self.evaluating else "train", traffic, kind, operation, link)
+        key = ("eval" if self.evaluating else "train", traffic, reason, operation, link)
         tally = self.tallies.get(key)
         if tally is None:
-            if traffic not in TRAFFIC or kind not in KINDS or link not in LINKS:
+            if traffic not in TRAFFIC or reason not in KINDS or link not in LINKS:
                 raise KeyError(
-                    f"unknown ledger traffic, kind or link: {traffic!r}, {kind!r}, {link!r}"
+                    f"unknown ledger traffic, reason or link: {traffic!r}, {reason!r}, {link!r}"
                 )
             tally = self.tallies[key] = Tally()
         tally.calls += times
         tally.sent += times * sent
-        tally.plain += times * plain
+        tally.uncompressed += times * uncompressed
 
     def record_uncompressed(
-        self, traffic: str, kind: str, operation: str, buffer_bytes: int, world_size: int
+        self, traffic: str, reason: str, operation: str, buffer_bytes: int, world_size: int
     ) -> None:
-        """Count one uncompressed transport call over a buffer of ``buffer_bytes``."""
+        """Count one uncompressed transport call.
+
+        Args:
+            traffic: one of ``TRAFFIC``.
+            reason: why it goes uncompressed, one of ``KINDS``.
+            operation: as ``bytes_sent`` calls it.
+            buffer_bytes: the size of its buffer.
+            world_size: ranks of the group.
+        """
         sent = bytes_sent(operation, buffer_bytes, world_size)
-        self.record(traffic, kind, operation, sent, sent)
+        self.record(traffic, reason, operation, sent, sent)
 
     def record_plain(
         self, traffic: str, operation: str, buffer_bytes: int, world_size: int
     ) -> None:
-        """Say what the uncompressed operation would have sent for a compressed one."""
-        plain = bytes_sent(operation, buffer_bytes, world_size)
-        self.record(traffic, "compressed", f"instead_of_{operation}", 0, plain)
+        """Count what the uncompressed operation would have sent in the place of a compressed one.
+
+        Args:
+            traffic: one of ``TRAFFIC``.
+            operation: the uncompressed one, as ``bytes_sent`` calls it.
+            buffer_bytes: the size of its buffer.
+            world_size: ranks of the group.
+        """
+        uncompressed = bytes_sent(operation, buffer_bytes, world_size)
+        self.record(traffic, "compressed", f"instead_of_{operation}", 0, uncompressed)
 
     def totals(self, phase: str = "train") -> dict[str, dict[str, tuple[int, int]]]:
-        """``{traffic: {kind: (sent, plain)}}`` since the start, all classes and kinds present."""
+        """Return ``{traffic: {reason: (sent, uncompressed)}}`` in bytes since the start, all classes and
+        reasons present."""
         totals = {traffic: dict.fromkeys(KINDS, (0, 0)) for traffic in TRAFFIC}
-        for (tally_phase, traffic, kind, _, _), tally in self.tallies.items():
+        for (tally_phase, traffic, reason, _, _), tally in self.tallies.items():
             if tally_phase == phase:
-                sent, plain = totals[traffic][kind]
-                totals[traffic][kind] = (sent + tally.sent, plain + tally.plain)
+                sent, uncompressed = totals[traffic][reason]
+                totals[traffic][reason] = (sent + tally.sent, uncompressed + tally.uncompressed)
         return totals
 
     def between_nodes(self) -> dict[str, tuple[int, int]]:
-        """``{traffic: (sent, plain)}`` of what training is known to have sent to other nodes so far."""
+        """Return ``{traffic: (sent, uncompressed)}`` in bytes of what training is known to have sent to other
+        nodes so far."""
         totals = dict.fromkeys(TRAFFIC, (0, 0))
         for (phase, traffic, _, _, link), tally in self.tallies.items():
             if phase == "train" and link == "inter":
-                sent, plain = totals[traffic]
-                totals[traffic] = (sent + tally.sent, plain + tally.plain)
+                sent, uncompressed = totals[traffic]
+                totals[traffic] = (sent + tally.sent, uncompressed + tally.uncompressed)
         return totals
 
     def rows(self) -> list[dict]:
-        """Every tally as a JSON-ready row."""
-        names = (
-            "phase",
-            "traffic",
-            "kind",
-            "operation",
-            "link",
-            "calls",
-            "sent_bytes",
-            "plain_bytes",
-        )
-        return [
-            dict(zip(names, (*key, tally.calls, tally.sent, tally.plain), strict=True))
-            for key, tally in sorted(self.tallies.items())
-        ]
+        """Return every tally as a JSON-ready row, under the keys that reports have."""
+        rows = []
+        for (phase, traffic, reason, operation, link), tally in sorted(self.tallies.items()):
+            rows.append(
+                {
+                    "phase": phase,
+                    "traffic": traffic,
+                    "kind": reason,
+                    "operation": operation,
+                    "link": link,
+                    "calls": tally.calls,
+                    "sent_bytes": tally.sent,
+                    "plain_bytes": tally.uncompressed,
+                }
+            )
+        return rows

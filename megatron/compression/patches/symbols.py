@@ -94,6 +94,16 @@ def extend(
         calls.append(call)
 
 
+def retract(owner: Any, name: str, call: Callable) -> None:
+    """Take back what ``extend`` was given; the last one restores the original. Others' wrappers stay."""
+    replacement = _replacements.get((owner, name))
+    if replacement is None or call not in replacement.calls:
+        return
+    replacement.calls.remove(call)
+    if not replacement.calls:
+        _restore(owner, name)
+
+
 def around(
     owner: Any,
     name: str,
@@ -165,14 +175,21 @@ def take_out() -> None:
     does, since it finds no run, and a later request of its patch finds it in place.
     """
     for (owner, name), replacement in list(_replacements.items()):
-        if replacement.lasting or _held(owner, name) is not replacement.function:
-            continue
-        if replacement.inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, replacement.original)
-        del _replacements[owner, name]
-        logger.debug("patch: %s is the original again", _path(owner, name))
+        if not replacement.lasting:
+            _restore(owner, name)
+
+
+def _restore(owner: Any, name: str) -> None:
+    """Put the original back, unless somebody else has put a wrapper over ours."""
+    replacement = _replacements[owner, name]
+    if _held(owner, name) is not replacement.function:
+        return
+    if replacement.inherited:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, replacement.original)
+    del _replacements[owner, name]
+    logger.debug("patch: %s is the original again", _path(owner, name))
 
 
 def _register(
