@@ -57,6 +57,8 @@ class CompressionConfig:
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
 
+    # What is measured at the start (--compression auto)
+
     auto: tuple[str, ...] = ()
     """Dimensions (names of the fields above) that are decided at the start, by timing the run's own messages
     (``--compression auto``)."""
@@ -67,10 +69,14 @@ class CompressionConfig:
         "(default: 0.1).",
     )
 
+    # When compression is on
+
     start_iteration: int | None = documented(
         None,
         "Number of uncompressed iterations at the start (default: 0; TAGC: a fifth of the run, at most 1000).",
     )
+
+    # How payloads travel
 
     transport: TransportChoice = documented(
         "auto",
@@ -84,6 +90,8 @@ class CompressionConfig:
     """Communicators over which torch.distributed sends each payload, a share on each: one alone does not
     fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere. A command line sets it by
     MEGATRON_COMPRESSION_COMMUNICATORS."""
+
+    # What guards and reports a run
 
     error_bound: float | None = documented(
         None,
@@ -230,6 +238,7 @@ class CompressionConfig:
             part.check(args)
         self.caat_net.check(args)
         graphs.refuse_later_decisions(args, self)
+        # With --skip-train there is no iteration that could be too late.
         last = None if getattr(args, "skip_train", False) else train_iterations(args)
         if last and self.start_iteration is not None and self.start_iteration >= last:
             raise SettingError(
@@ -250,6 +259,7 @@ class CompressionConfig:
         """
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
+        # The flag has a dozen companions, tp_comm_overlap_ag, tp_comm_bulk_dgrad and so on, each a buffer.
         for name, value in list(vars(args).items()):
             if name.startswith("tp_comm_") and value is True:
                 setattr(args, name, False)
@@ -308,6 +318,7 @@ def from_environment(name: str) -> int | None:
 
     Raises: CompressionConfigError: it is no such number, or a variable of ours is misspelt.
     """
+    # A misspelt variable would silently do nothing.
     for variable in os.environ.keys() - _VARIABLES.keys():
         if variable.startswith("MEGATRON_COMPRESSION_"):
             (near,) = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.0)
@@ -342,6 +353,7 @@ def train_iterations(args: Namespace) -> int | None:
 SAME_RESULTS = {"transport", "report", "overlap"}
 """Settings of how a run gets to its results: they change at most the order in which it adds up."""
 
+# How settings are called where a resumed run lists those that have changed.
 _VARIABLES = {COMMUNICATORS: ("communicators",), NODE_SIZE: ("data_parallel.node_size",)}
 _TYPED = FLAGS | _VARIABLES | {"--compression auto": ("auto",)}
 

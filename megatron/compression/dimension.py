@@ -92,6 +92,7 @@ def codec_of(spec: str | None, path: str) -> Codec | None:
     """
     if spec in (None, "none"):
         return None
+    # A codec of the same name would be taken: sdp4bit is one, and sums gradients as well.
     name = spec.partition(":")[0]
     if name in GRADIENT_COMPRESSORS.names() and CODECS.entry(name) is None:
         raise SettingError(
@@ -163,8 +164,9 @@ class DimensionConfig(ABC):
         Raises: SettingError: an impossible value.
         """
         with spelled(PYTHON_NAMES):
+            # A recipe that changes in a later version must not change a stored run, so its codecs are kept.
             first, second = expand(self.parallelism.name, self.compression, self.second_spec)
-            # Frozen from here on: the settings that are compared and stored are codecs, never recipes.
+            # A frozen dataclass: this is the only place that sets its fields.
             object.__setattr__(self, "compression", first)
             object.__setattr__(self, self.parallelism.second, second)
             if self.min_mb is not None and not (math.isfinite(self.min_mb) and self.min_mb >= 0):
@@ -185,6 +187,7 @@ class DimensionConfig(ABC):
     @property
     def min_bytes(self) -> int:
         """The smallest message that is compressed, in bytes of the uncompressed tensor."""
+        # Rounded up, so that 0.1 MiB is no smaller than it says.
         mebibytes = self.default_min_mb if self.min_mb is None else self.min_mb
         return math.ceil(mebibytes * 2**20)
 
@@ -264,6 +267,7 @@ class SentOnce(ActivationConfig):
 
     def validate(self) -> None:
         for name, spec in (("compression", self.compression), ("backward", self.backward)):
+            # FIRST/SECOND is for a collective that encodes a sum again: here is no second exchange.
             if "/" in (spec or ""):
                 raise SettingError(
                     self.path(name),

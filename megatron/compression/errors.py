@@ -50,6 +50,8 @@ _LOST_PEER = {
 
 Explanation = Callable[[BaseException, Namespace | None], str | None]
 
+# Megatron raises bare assertions and KeyErrors for what a user mistyped, as for its own bugs. The function that
+# an exception came through tells them apart: one from validate_args is about the command line.
 _EXPLANATIONS: dict[str, Explanation] = {}
 """Function -> what explains an exception that comes through it."""
 
@@ -152,6 +154,7 @@ class OneLineParser(argparse.ArgumentParser):
 
         Raises: InputError: in any case.
         """
+        # Flags without help are those of earlier versions, which nobody should be pointed to.
         shown = [action for action in self._actions if action.help is not argparse.SUPPRESS]
         known = [flag for action in shown for flag in action.option_strings]
         unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
@@ -263,10 +266,12 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
     """
     if isinstance(error, InputError):
         return _text_of(error)
+    # The outermost function decides: it knows most about what the user asked for.
     for frame in traceback.extract_tb(error.__traceback__):
         explanation = _EXPLANATIONS.get(frame.name)
         if explanation is not None and (line := explanation(error, args)):
             return line
+    # A package that a flag needs: Megatron imports most of them where they are used.
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {str(error.name).replace('_', '-')}"
     return lost_peer(error)
@@ -317,6 +322,7 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, SystemExit):
             _report_to_launcher(error)
             raise
+        # Not imported here: what fails may be the import of megatron.training.
         training = sys.modules.get("megatron.training.global_vars")
         line = explain(error, getattr(training, "_GLOBAL_ARGS", None))
         if line is None:

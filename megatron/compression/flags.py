@@ -96,6 +96,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
             )
         else:
             group.add_argument(flag, help=_help(fields[0]), **_options(flag, fields[0]))
+    # They are known, so that a script of an earlier version is told what to write instead.
     for flag in REMOVED:
         group.add_argument(
             flag, nargs="*", action=_Removed, default=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -170,6 +171,7 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(field.type) is typing.Literal:
         return {"default": field.default, "choices": typing.get_args(field.type)}
+    # float | None is a number that has no default.
     value_type: Any = field.type
     if isinstance(value_type, types.UnionType):
         (value_type,) = (kind for kind in typing.get_args(value_type) if kind is not types.NoneType)
@@ -191,6 +193,7 @@ def _config_of(args: Namespace) -> CompressionConfig:
     """The config before it is compared with Megatron's arguments."""
     values = _values_by_part(args)
     values["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
+    # Two settings of the cluster, not of the run: they are variables, so that a job script sets them once.
     values["data_parallel"]["node_size"] = from_environment(NODE_SIZE)
     values[""]["communicators"] = from_environment(COMMUNICATORS) or 0
     classes: dict[str, Any] = {
@@ -222,6 +225,7 @@ def _config_of(args: Namespace) -> CompressionConfig:
         )
     whole_run = values.pop("")
     parts = {name: classes[name](**part) for name, part in values.items()}
+    # Which weights are compressed depends on Megatron's optimizer.
     parts["data_parallel"] = parts["data_parallel"].resolved(args)
     return CompressionConfig(**parts, **whole_run, auto=tuple(auto))
 

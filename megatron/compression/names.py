@@ -34,6 +34,8 @@ class Parallelism:
         return self.name.replace("_", " ")
 
 
+# The one place that knows how a kind of parallelism is called: flags, help, the log and reports follow it. A new
+# kind is a row here, a field of CompressionConfig, and its classes of traffic in communication/ledger.py.
 PARALLELISMS = {
     kind.name: kind
     for kind in (
@@ -51,10 +53,12 @@ NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"
 """Variables of the environment that set ``communicators`` and ``data_parallel.node_size``."""
 
 FLAGS: dict[str, tuple[str, ...]] = {
+    # Each kind of parallelism has a flag of one value or two: --tp-compression SPEC [BACKWARD].
     **{
         kind.flag: (f"{kind.name}.compression", f"{kind.name}.{kind.second}")
         for kind in PARALLELISMS.values()
     },
+    # The others take one value each.
     "--tp-compression-layers": ("tensor_parallel.layers",),
     "--tp-compression-overlap": ("tensor_parallel.overlap",),
     "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
@@ -118,6 +122,7 @@ def _names_of_flags() -> Names:
     }
     for flag, paths in FLAGS.items():
         names[paths[0]] = flag
+        # A second value has no flag of its own: it is named as --help shows it.
         for path in paths[1:]:
             names[path] = f"{flag} {path.rpartition('.')[2].upper()}"
     return Names(names)

@@ -270,9 +270,9 @@ def offered(dimension: str = "") -> list[str]:
     for name in CODECS.names():
         codec = CODECS.parse(name)
         if dimension == "expert_parallel" and codec.lossless:
-            continue  # a row of tokens has no room for values that do not fit
+            continue  # it codes whole messages, which may overflow; tokens are sent one by one
         if dimension in ("data_parallel", "expert_parallel") and codec.sees_shape:
-            continue  # there are no tokens and channels in a bucket, and single tokens in a row
+            continue  # a bucket has no tokens and channels, and a single token no others beside it
         names.append(name)
     if dimension == "data_parallel":
         names += GRADIENT_COMPRESSORS.names()

@@ -1,11 +1,14 @@
-"""Codecs whose cost in loss is measured: what ``--compression auto`` and the estimate choose among.
+"""Recipes: codecs whose cost in loss is measured, for each kind of parallelism.
 
-Five have names, which stand for them wherever a dimension's flag takes a codec, as in
-``--tp-compression tensor-6bit``. Costs in loss are those of docs/results/accuracy.md: a model of 111 M
-parameters, means of two or three seeds (context parallelism and 5 bits between stages: one seed). They were
-measured without ``outliers=on``, except between stages: that setting protects models that have outliers, and
-lowers a codec's error. A setting that was better than uncompressed has a cost of 0, which does not say that
-no bit changes: ``exact`` does.
+``--compression auto`` and the estimate choose among them. Five have names, which stand for their codecs
+wherever a dimension's flag takes a codec:
+
+    --tp-compression tensor-6bit            # int6:outliers=on
+    --dp-compression gradients-4bit         # sdp4bit
+
+Costs are those of docs/results/accuracy.md, means of two or three seeds (context parallelism and 5 bits
+between stages: one), measured without ``outliers=on``, except between stages. A setting that was better than
+uncompressed has a cost of 0, which does not say that no bit changes: ``exact`` does.
 """
 
 from dataclasses import dataclass
@@ -28,9 +31,9 @@ class Recipe:
     loss: float = 0.0
     """Percent of validation loss above uncompressed."""
     named: str = ""
-    """The name that flags take; empty: only ``auto`` and the estimate use it."""
+    """What the flags call it; empty: only ``auto`` and the estimate use it."""
     source: str = "docs/results/accuracy.md, final-quarter continuation runs"
-    """The table that ``loss`` is from."""
+    """Where that was measured."""
 
     @property
     def exact(self) -> bool:
@@ -45,42 +48,64 @@ class Recipe:
         return f"{self.compression}, back {self.backward}"
 
 
+# Lossless sends 11.4 bits of bf16's 16: the smallest gain, and no cost at all. It does not encode single
+# tokens, so expert parallelism has no such recipe.
 _LOSSLESS = Recipe("lossless", source=_NO_BIT)
+
+# Integers of 5 and 6 bits with the few largest values of a message sent exactly.
+_SIX_BITS = "int6:outliers=on"
+_FIVE_BITS = "int5:outliers=on"
+
+# Between stages: activations have a mean that the tokens share, which is sent once. Gradients have no such
+# mean; they get smaller groups.
 _STANDARDIZED = "scales=single,normalize=standardize,outliers=on"
-"""Between stages: activations have a mean that the tokens share, which is sent once."""
 _STAGE_GRADIENTS = "int6:group=32,scales=single,hadamard=off,outliers=on"
-"""Between stages: gradients, which have no such mean."""
-_SIX = "int6:outliers=on"
-_FIVE = "int5:outliers=on"
+
+_TENSOR_PARALLEL = (
+    # The usual choice: 6 bits for activations and for their gradients.
+    Recipe(_SIX_BITS, loss=0.067, named="tensor-6bit"),
+    # For runs that may not lose anything measurable: a tenth of the cost, a third more bytes.
+    Recipe("int8:outliers=on", loss=0.006, named="tensor-8bit"),
+    # The fifth bit costs less in gradients of activations than in activations (the last row but one).
+    Recipe(_SIX_BITS, _FIVE_BITS, loss=0.092),
+    # 5 bits for the partial sums of an all-reduce, 6 for their sum, whose error every rank gets.
+    Recipe(f"{_FIVE_BITS}/{_SIX_BITS}", _FIVE_BITS, loss=0.143),
+    Recipe(_FIVE_BITS, loss=0.277),
+    _LOSSLESS,
+)
+
+_DATA_PARALLEL = (
+    # SDP4Bit: 8 bits inside a node, 4 between nodes, and 4 for the change of the distributed optimizer's weights.
+    Recipe("sdp4bit", loss=0.030, named="gradients-4bit"),
+    _LOSSLESS,
+)
+
+_PIPELINE_PARALLEL = (
+    # The usual choice between stages. Fewer bits cost more each: see the two rows below.
+    Recipe(f"int6:group=64,{_STANDARDIZED}", _STAGE_GRADIENTS, loss=0.052, named="pipeline-6bit"),
+    Recipe(f"int5:group=64,{_STANDARDIZED}", _STAGE_GRADIENTS, loss=0.244),
+    Recipe("int4:group=32,normalize=standardize,outliers=on", _STAGE_GRADIENTS, loss=0.401),
+    _LOSSLESS,
+)
+
+# Measured when int6 had a uniform grid. Lists of outliers would be one for each token here.
+_EXPERT_PARALLEL = (
+    Recipe("int6", loss=0.014, source=_EXPERTS),
+    # Half the bytes, at a cost within the noise of three seeds.
+    Recipe("int8", loss=0.001, source=_EXPERTS, named="experts-8bit"),
+)
+
+# Measured when int6 had a uniform grid.
+_CONTEXT_PARALLEL = (Recipe("int6", loss=0.052), Recipe("int8", loss=0.005), _LOSSLESS)
 
 RECIPES: dict[str, tuple[Recipe, ...]] = {
-    # Signed int4 to int6 have the quadratic grid. Measured with it: 0.067, 0.092, 0.143, 0.277.
-    "tensor_parallel": (
-        Recipe(_SIX, loss=0.067, named="tensor-6bit"),
-        Recipe("int8:outliers=on", loss=0.006, named="tensor-8bit"),
-        Recipe(_SIX, _FIVE, loss=0.092),
-        Recipe(f"{_FIVE}/{_SIX}", _FIVE, loss=0.143),
-        Recipe(_FIVE, loss=0.277),
-        _LOSSLESS,
-    ),
-    "data_parallel": (Recipe("sdp4bit", loss=0.030, named="gradients-4bit"), _LOSSLESS),
-    "pipeline_parallel": (
-        Recipe(
-            f"int6:group=64,{_STANDARDIZED}", _STAGE_GRADIENTS, loss=0.052, named="pipeline-6bit"
-        ),
-        Recipe(f"int5:group=64,{_STANDARDIZED}", _STAGE_GRADIENTS, loss=0.244),
-        Recipe("int4:group=32,normalize=standardize,outliers=on", _STAGE_GRADIENTS, loss=0.401),
-        _LOSSLESS,
-    ),
-    # Measured with int6's uniform grid, the default then; outliers=on would give each token lists of its own.
-    "expert_parallel": (
-        Recipe("int6", loss=0.014, source=_EXPERTS),
-        Recipe("int8", loss=0.001, source=_EXPERTS, named="experts-8bit"),
-    ),
-    # Measured with int6's uniform grid, the default then.
-    "context_parallel": (Recipe("int6", loss=0.052), Recipe("int8", loss=0.005), _LOSSLESS),
+    "tensor_parallel": _TENSOR_PARALLEL,
+    "data_parallel": _DATA_PARALLEL,
+    "pipeline_parallel": _PIPELINE_PARALLEL,
+    "expert_parallel": _EXPERT_PARALLEL,
+    "context_parallel": _CONTEXT_PARALLEL,
 }
-"""Recipes by dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
+"""By dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
 
 TACO_PAPER = {
     "tensor_parallel": "taco",
@@ -95,7 +120,7 @@ NAMED: dict[str, tuple[str, Recipe]] = {
     for recipe in recipes
     if recipe.named
 }
-"""Name of a recipe -> its dimension and the recipe."""
+"""Recipe's name -> its dimension and the recipe."""
 
 
 def expand(dimension: str, compression: str, second: str | None) -> tuple[str, str | None]:

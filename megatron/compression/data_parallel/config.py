@@ -115,6 +115,7 @@ class DataParallelConfig(DimensionConfig):
     def hops(self) -> tuple[str, str | None]:
         """The spec of gradients inside an instance of the distributed optimizer (``compression`` without its
         outer=), and that of the sums between instances; None where outer= is not given."""
+        # outer= may be the only setting, as in none:outer=int4, or the last of several.
         inner, *outer = re.split("[:,]outer=", self.compression, maxsplit=1)
         inner_spec, _ = expand(self.parallelism.name, inner, None)
         if not outer:
@@ -157,6 +158,7 @@ class DataParallelConfig(DimensionConfig):
         arguments have weights that are gathered, which takes masters in fp32, and ``none`` elsewhere."""
         if self.weights is not None:
             return self
+        # FSDP2 gathers the weights themselves, where an error would stay: only lossless is implied.
         if args.use_torch_fsdp2 and self.hops[0] != "none":
             return replace(self, weights="lossless")
         if args.use_distributed_optimizer and (args.bf16 or args.fp16):
@@ -182,6 +184,7 @@ class DataParallelConfig(DimensionConfig):
     @staticmethod
     def ranks(args: Namespace) -> int:
         """Return how many ranks sum gradients: those of an expert's weights or of all others, whichever are more."""
+        # Ranks of a sequence hold the same weights, so gradients are summed over them, too.
         dense = args.data_parallel_size * args.context_parallel_size
         if args.num_experts is None:
             return dense
@@ -202,6 +205,7 @@ class DataParallelConfig(DimensionConfig):
                 f"drop {argument('use_distributed_optimizer')} or {_FLAG}",
             )
         self.check_instances(args.num_distributed_optimizer_instances)
+        # Another axis of ranks that share weights.
         if getattr(args, "gtp_weight_remat_size", 1) > 1:
             raise SettingError(
                 "args.tensor_parallel_num_weight_shards",
@@ -220,7 +224,7 @@ class DataParallelConfig(DimensionConfig):
                     f"drop it or {_FLAG}",
                 )
             self.check_fsdp2()
-        elif self.weight_codec is not None:
+        elif self.weight_codec is not None:  # of the distributed optimizer
             _check_weights(args)
         if self.compressor is not None and self.compressor.has_memory:
             _check_repeatable(self.compressor, args)

@@ -89,6 +89,7 @@ def message_bytes(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> i
 
     Raises: SettingError: the codec cannot encode that shape.
     """
+    # Both ends compute this from the shape: a payload is received into a buffer of its size.
     try:
         return codec.message_bytes(shape, dtype)
     except ValueError as error:

@@ -138,6 +138,7 @@ class TensorParallelConfig(ActivationConfig):
     def ranks(args: Namespace) -> int:
         """Return how many ranks share a layer or an expert: ranks of an expert send each other tokens as those of a
         layer send activations."""
+        # Before Megatron has checked its arguments --expert-tensor-parallel-size may be None.
         sharing = 1
         if args.num_experts:
             sharing = args.expert_tensor_parallel_size or 1
@@ -208,6 +209,8 @@ class TensorParallelConfig(ActivationConfig):
             for part in self.layers.split(","):
                 if sending_layers.isdisjoint(parse_layers(part) or ()):
                     unmet.add(f"{setting(_LAYERS)} {part.strip()}")
+        # Without a codec of its own the backward counts as the forward does: a part that names a site in either
+        # direction has met it.
         if self.backward is None:
             return unmet | _unmet_choices(_COMPRESSION, self.compression, compressed)
         forward = [message for message in compressed if message[2] == "tp.forward"]
@@ -239,6 +242,7 @@ class TensorParallelConfig(ActivationConfig):
 
     def _check_layers(self, args: Namespace) -> None:
         """Refuse numbers of layers that the model does not have."""
+        # --tp-compression-layers is checked as one more choice.
         every_layer = Choice(None, None, parse_layers(self.layers))
         for path, text, choices in (
             (_COMPRESSION, self.compression, self._forward[1]),
@@ -343,11 +347,12 @@ def parse_choices(text: str, path: str) -> tuple[Codec | None, tuple[Choice, ...
 
     Raises: SettingError: a part that is neither SITE=SPEC, @LAYERS=SPEC nor SITE@LAYERS=SPEC.
     """
+    # "int6;fc2=int5" is int6 for all sites and int5 for fc2.
     first, *parts = text.split(";")
     choices = []
     for part in parts:
         where, equals, spec = part.strip().partition("=")
-        site, at, layers = where.partition("@")
+        site, at, layers = where.partition("@")  # "fc2@0-3", "fc2" or "@0-3"
         names_nothing = not site and not at
         if not equals or names_nothing or (site and site not in SITES):
             raise SettingError(
@@ -382,6 +387,7 @@ def check_halves(args: Any) -> None:
         )
     refuse_arguments(args, _NOT_HALVED, f"drop it or {_HALVES}")
     refuse_by_layer(args, _HALVES, "calls the modules of two layers in turn")
+    # core_attn has no weights, so recomputing it leaves weight gradients as they are.
     modules = " ".join(sorted(set(args.recompute_modules or ()) - {"core_attn"}))
     if args.recompute_granularity == "selective" and modules:
         raise SettingError(

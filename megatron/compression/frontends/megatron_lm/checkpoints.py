@@ -80,6 +80,7 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
     if args is None:
         return None
     saved = _saved_arguments(error)
+    # torch gathers the ranks' exceptions into one; they fail for the same reason.
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
@@ -115,6 +116,7 @@ def _mismatch(error: BaseException, saved: Namespace | None, args: Namespace) ->
         return None
     if saved is not None and (difference := _difference(saved, args)):
         return difference
+    # "... not in state dict: [" begins a list of all tensors.
     message = first_line(error).partition(": [")[0].rstrip(".")
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}..."
@@ -205,6 +207,7 @@ def damaged_file(folder: str) -> str | None:
         stored = FileSystemReader(checkpoint).read_metadata().storage_data
     except Exception:
         return f"{folder} has no readable .metadata"
+    # A file ends where its last tensor does; a shorter one was cut off while it was written or copied.
     ends: dict[str, int] = {}
     for entry in stored.values():
         ends[entry.relative_path] = max(
