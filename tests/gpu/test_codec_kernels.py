@@ -144,7 +144,7 @@ def test_steps_with_a_sign_of_values_of_one_sign(
 @pytest.mark.parametrize("numel", [0, 1, 129, 2**23 + 128])
 @pytest.mark.parametrize("format", FORMATS)
 def test_sizes(format: str, numel: int, chunks: int) -> None:
-    """From nothing to more tiles than a grid has programs."""
+    """Sizes go from nothing to more tiles than a grid has programs."""
     dtype = DTYPES[FORMATS.index(format) % 3]
     config = CodecConfig(format)
     x = tensor((numel,), dtype, torch.Generator().manual_seed(2))

@@ -163,7 +163,9 @@ def _remember_types() -> None:
             make_tensor(self, handle, type)
             tensor_shapes[sizes] = self.shape, self.numel
         self.shape, self.numel = tensor_shapes[sizes]
-        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.handle = handle
+        self.type = type
+        self.dtype = type.scalar
 
     def broadcast_unlike(self, lhs, rhs):
         # Shapes that are equal are one object, by block_shapes.

@@ -43,7 +43,8 @@ class Recorder(CudaLauncher):
     global_scratch_size = profile_scratch_size = 0
     global_scratch_align = profile_scratch_align = 1
     launch_cooperative_grid = launch_pdl = False
-    gsan_enabled, arg_annotations, kernel_signature = False, None, None
+    gsan_enabled = False
+    arg_annotations = kernel_signature = None
     """Of Triton from 3.7 on, whose C function takes what it calls in another order."""
 
     def __init__(self, records: list[Record]) -> None:
@@ -55,9 +56,9 @@ class Recorder(CudaLauncher):
             records.append(
                 Record(args[:3], args[3], args[4], args[5:10], args[10:13], tuple(values))
             )
-            for hook, when in ((args[11], "enter"), (args[12], "exit")):
+            for hook, event in ((args[11], "enter"), (args[12], "exit")):
                 if hook is not None:
-                    hook((when, args[10]))
+                    hook((event, args[10]))
 
         self.launch = launch
 
@@ -96,7 +97,8 @@ class NotCompiled:
 
     def __init__(self, src, options: dict, device: Device) -> None:
         device.compiled.append((src, options))
-        self.src, self.metadata = src, types.SimpleNamespace(**options)
+        self.src = src
+        self.metadata = types.SimpleNamespace(**options)
         self.packed_metadata = (options["num_warps"], 1, 0)
         self.run = device.launcher_cls(src, self.metadata)
         self.function = device.utils.load_binary()[1]

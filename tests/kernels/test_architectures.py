@@ -58,7 +58,7 @@ def codes_kernel(x, codes, C: tl.constexpr):
 @pytest.mark.parametrize("format", [f for f in FORMATS if f.startswith("fp8")])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_fp8_is_rounded_once(architecture: int, format: str, tmp_path, monkeypatch) -> None:
-    """By one instruction or by integers: on sm_89 Triton's own conversion takes fp16 on the way."""
+    """One instruction rounds it, or integers do: on sm_89 Triton's own conversion takes fp16 on the way."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = make_spec(CodecConfig(format), 128, device_of(architecture))
     source = ASTSource(

@@ -120,14 +120,15 @@ def test_the_stream_is_the_current_one() -> None:
 
 
 def test_each_device_has_a_kernel_of_its_own() -> None:
-    """What was learnt on one device does not serve another."""
+    """A kernel that was chosen on one device does not serve another."""
     x = torch.zeros(16)
     prepared = small_launch()
     with recorded_launches(small_kernel) as (records, device):
         for device.number in (0, 0, 1, 0, 1):
             prepared((x, x), (3,))
         functions = [record.function for record in records]
-        first, second = functions[0], functions[2]
+        first = functions[0]
+        second = functions[2]
         assert first != second
         assert functions == [first, first, second, first, second]
         assert [is_fast(record) for record in records] == [False, True, False, True, True]
@@ -243,7 +244,7 @@ def test_missing_constants_are_named() -> None:
 
 
 def test_start_keeps_launches() -> None:
-    """By kernel, grid, fixed arguments and constants: the second call of each is fast."""
+    """They are kept by kernel, grid, fixed arguments and constants: the second call of each is fast."""
     x = torch.zeros(16)
     calls = (((1,), (1,), 16), ((2,), (1,), 16), ((1,), (16,), 16), ((1,), (1,), 8))
     with recorded_launches(unmarked_kernel) as (records, _):

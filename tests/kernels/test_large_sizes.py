@@ -37,7 +37,7 @@ LONG = 2**16
 
 @contextmanager
 def ends_of_grids() -> Iterator[None]:
-    """Of a long grid run the first and the last program, and leave memory that is reserved as it is."""
+    """Run only the first and the last program of a long grid, and leave memory that is reserved as it is."""
     from triton.runtime import interpreter
 
     from taco_kernels.channel_norm import launch as channel_norm
@@ -62,12 +62,12 @@ def ends_of_grids() -> Iterator[None]:
 
 
 def reserved(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Zeros that take no memory until they are written."""
+    """Return zeros that take no memory until they are written."""
     return torch.empty(shape, dtype=dtype)
 
 
 def random(numel: int, seed: int = 0) -> torch.Tensor:
-    """bf16 [numel], Gaussian."""
+    """Return Gaussian values, bf16[numel]."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
@@ -101,46 +101,49 @@ def check_planes() -> None:
                 assert (loaded[:count] == seven).all(), (bytes_per_group, words, groups)
 
 
+def parts_of_wire(config: CodecConfig, numel: int, first: int, groups: int) -> list[slice]:
+    """Return where the codes, the scales and the list of some groups lie on a wire.
+
+    Args:
+        config: of the codec, in a format of 8 bits.
+        numel: values of the wire.
+        first: number of the first group.
+        groups: how many there are; with outliers those of one block.
+    """
+    all_groups = config.chunk_numel(numel) // config.group_size
+    scale_sizes = (4, 4) if config.scales == "dual" else (2,)
+    parts = []
+    begin = 0
+    for size in (config.group_size, *scale_sizes):
+        parts.append(slice(begin + first * size, begin + (first + groups) * size))
+        begin += all_groups * size
+    if config.outliers:
+        block = first * config.group_size // BLOCK
+        at = config.lists_at(numel) + block * LIST_BYTES
+        parts.append(slice(at, at + LIST_BYTES))
+    return parts
+
+
 def wire_of_groups(
     wire: torch.Tensor, config: CodecConfig, numel: int, first: int, groups: int
 ) -> torch.Tensor:
-    """The wire uint8[1, bytes] of some groups, from that of ``numel`` values in a format of 8 bits."""
-    all_groups = config.chunk_numel(numel) // config.group_size
-    sections = {"dual": (config.group_size, 4, 4)}.get(config.scales, (config.group_size, 2))
-    pieces, begin = [], 0
-    for bytes in sections:
-        pieces.append(wire[begin + first * bytes : begin + (first + groups) * bytes])
-        begin += all_groups * bytes
-    if config.outliers:
-        block = first * config.group_size // BLOCK
-        pieces.append(wire[config.lists_at(numel) + block * LIST_BYTES :][:LIST_BYTES])
-    return torch.cat(pieces)[None]
+    """Return the wire uint8[1, bytes] of some groups alone; arguments as of parts_of_wire."""
+    parts = parts_of_wire(config, numel, first, groups)
+    return torch.cat([wire[part] for part in parts])[None]
 
 
 def put_wire_of_groups(
-    wire: torch.Tensor,
-    small: torch.Tensor,
-    config: CodecConfig,
-    numel: int,
-    first: int,
-    groups: int,
+    wire: torch.Tensor, small: torch.Tensor, config: CodecConfig, numel: int, first: int
 ) -> None:
-    """Inverse of wire_of_groups: write ``small`` where these groups lie on ``wire``."""
-    all_groups = config.chunk_numel(numel) // config.group_size
-    sections = {"dual": (config.group_size, 4, 4)}.get(config.scales, (config.group_size, 2))
-    begin = taken = 0
-    for bytes in sections:
-        size = groups * bytes
-        wire[begin + first * bytes :][:size] = small[0, taken : taken + size]
-        begin += all_groups * bytes
-        taken += size
-    if config.outliers:
-        block = first * config.group_size // BLOCK
-        wire[config.lists_at(numel) + block * LIST_BYTES :][:LIST_BYTES] = small[0, taken:]
+    """Write the wire of 16 groups alone where these groups lie on ``wire``."""
+    parts = parts_of_wire(config, numel, first, 16)
+    pieces = small[0].split([part.stop - part.start for part in parts])
+    for part, piece in zip(parts, pieces, strict=True):
+        wire[part] = piece
 
 
 def assert_near(a: torch.Tensor, b: torch.Tensor) -> None:
-    """To the rounding of bf16 and of one code, and not all zeros."""
+    """Assert that values are equal to the rounding of bf16 and of a code, and not all zeros."""
     assert b.any()
     torch.testing.assert_close(a.float(), b.float(), rtol=2**-6, atol=2**-4)
 
@@ -151,7 +154,8 @@ def check_taco(format: str, with_outliers: bool = False) -> None:
     from taco_kernels.taco import launch, reference
 
     config = CodecConfig(format, 128, "dual", outliers=with_outliers)
-    groups, tail = 16, 2020
+    groups = 16
+    tail = 2020
     numel = 2**31 + tail
     ends = {0: random(2048), 2**24: random(tail, seed=1)}  # by their first group
     for values in ends.values():
@@ -169,7 +173,7 @@ def check_taco(format: str, with_outliers: bool = False) -> None:
     wires = reserved(3, config.wire_bytes(numel))
     for wire in wires:
         for first, exact in small.items():
-            put_wire_of_groups(wire, exact, config, numel, first, groups)
+            put_wire_of_groups(wire, exact, config, numel, first)
     decoded = launch.decode(wires[:1], config, (numel,), torch.bfloat16)
     total_of_two = launch.decode_sum(wires[:2], config, (numel,), torch.bfloat16)
     total_of_three = launch.decode_sum(wires, config, (numel,), torch.bfloat16)
@@ -191,7 +195,8 @@ def check_long_rows() -> None:
     """Two rows of 2^31 values and 2048 more, in a tensor that is 128 wider."""
     from taco_kernels.taco import launch, reference
 
-    config, width = CodecConfig("int8", 128, "single"), 2**31 + 2048
+    config = CodecConfig("int8", 128, "single")
+    width = 2**31 + 2048
     x = reserved(2, width + 128, dtype=torch.bfloat16)[:, :width]
     values = random(2048)
     x[0, :2048] = values
@@ -212,8 +217,10 @@ def check_sdp4bit(rotated: bool) -> None:
     """A row of 2^31 values in 8 bits: quantised, summed, requantised and added to weights."""
     from taco_kernels.sdp4bit import GroupFormat, launch, reference
 
-    format, end, numel = GroupFormat(8, 128, rotated), 2048, 2**31 + 2048
-    rest = numel - end
+    format = GroupFormat(8, 128, rotated)
+    end = 2048
+    rest = 2**31
+    numel = rest + end
     values = random(end)
     exact = reference.quantize(values[None], format)[0]
     expected = reference.sum_dequantize(exact[None, None], format, torch.empty(1, end))[0]
@@ -248,26 +255,29 @@ def check_tah_quant() -> None:
     """A flat tensor of 2^31 values and 2054 more, without extra bits."""
     from taco_kernels.tah_quant import TahConfig, launch, reference
 
-    config, whole = TahConfig(high_bits=4, low_bits=4), 2048
-    numel = 2**31 + whole + 6
-    values = random(whole + 6)
+    config = TahConfig(high_bits=4, low_bits=4)
+    whole_tiles = 2048
+    numel = 2**31 + whole_tiles + 6
+    values = random(whole_tiles + 6)
     layout = reference.layout_of(config, (numel,))
     small = reference.layout_of(config, values.shape)
     exact = reference.encode(values, config)
     x = reserved(numel, dtype=torch.bfloat16)
-    x[:whole] = values[:whole]
+    x[:whole_tiles] = values[:whole_tiles]
     x[2**31 :] = values
-    with mock.patch.object(torch, "zeros", torch.empty):
+    with mock.patch.object(
+        torch, "zeros", torch.empty
+    ):  # torch.zeros would touch all of its memory
         wire = launch.encode(x, config)
     result = launch.decode(wire, config, (numel,), torch.bfloat16)
     for name, bytes in (("base0", 32), ("scales", 4), ("pivots", 1)):
         section = reference.section(wire, name, layout)
         expected = reference.section(exact, name, small)
-        tiles = whole // 64
+        tiles = whole_tiles // 64
         assert torch.equal(section[: tiles * bytes], expected[: tiles * bytes]), name
         assert torch.equal(section[2**31 // 64 * bytes :], expected), name
     decoded = reference.decode(exact, config, values.shape, torch.bfloat16)
-    assert_near(result[:whole], decoded[:whole])
+    assert_near(result[:whole_tiles], decoded[:whole_tiles])
     assert_near(result[2**31 :], decoded)
 
 
@@ -277,7 +287,8 @@ def check_channel_norm() -> None:
     from taco_kernels.channel_norm import launch, reference
 
     config = CodecConfig("int8", 128, "single", hadamard=False)
-    channels, tokens = 2**20, 2**11 + 1
+    channels = 2**20
+    tokens = 2**11 + 1
     layout = reference.ChannelNormLayout(tokens, channels, config)
     x = reserved(tokens, channels, dtype=torch.bfloat16)
     values = random(2048)
@@ -294,6 +305,46 @@ def check_channel_norm() -> None:
     decoded = launch.decode(wire, layout, torch.bfloat16)
     assert_near(decoded[0, :2048], values)
     assert_near(decoded[-1, -2048:], values)
+
+
+@ends_of_grids()
+def check_channel_statistics() -> None:
+    """2^24 tokens of 128 channels, and 128 tokens more, of which the partial statistics are right."""
+    from taco_kernels.channel_norm import launch
+
+    channels = 128
+    tile = launch.TILE_TOKENS
+    tokens = 2**24 + tile
+    tiles = tokens // tile
+    x = reserved(tokens, channels, dtype=torch.bfloat16)
+    partials = reserved(tiles, 4, channels, dtype=torch.float32)
+    values = random(tile * channels).view(tile, channels)
+    x[-tile:] = values
+    launch.partial_kernel[(tiles, channels // launch.TILE_CHANNELS)](
+        x, partials, tokens, channels, TOKENS=tile, CHANNELS=launch.TILE_CHANNELS, ROBUST=False
+    )
+    mean = values.float().mean(0)
+    squares = (values.float() - mean).square().sum(0)
+    assert_near(partials[-1, 0], mean)
+    torch.testing.assert_close(partials[-1, 1], squares, rtol=1e-4, atol=0)
+    assert (partials[-1, 2] == tile).all()
+
+
+@ends_of_grids()
+def check_lossless() -> None:
+    """The most fp32 values that a row may have: more than 2^32 bytes of them, and of the payload."""
+    from taco_kernels.lossless import launch
+    from taco_kernels.lossless.reference import TILE, LosslessLayout
+
+    layout = LosslessLayout(2**31 - TILE - 5, torch.float32)
+    assert layout.payload_bytes > 2**32
+    values = torch.randn(TILE - 5, generator=torch.Generator().manual_seed(3))
+    x = reserved(1, layout.numel, dtype=torch.float32)
+    x[0, : len(values)] = values
+    x[0, -len(values) :] = values
+    decoded = launch.decode(launch.encode(x, layout), layout)
+    assert torch.equal(decoded[0, : len(values)], values)
+    assert torch.equal(decoded[0, -len(values) :], values)
 
 
 @ends_of_grids()
@@ -321,6 +372,8 @@ SCENARIOS = {
     "sdp4bit not rotated": partial(check_sdp4bit, False),
     "tah_quant of one flat row": check_tah_quant,
     "channel_norm": check_channel_norm,
+    "channel_norm's statistics": check_channel_statistics,
+    "lossless": check_lossless,
     "bitmap_sparse": check_bitmap_sparse,
 }
 
@@ -338,7 +391,7 @@ def test_the_ends_of_a_large_message(scenario: str, failures: dict[str, str]) ->
 
 @pytest.mark.parametrize("family", ["taco", "sdp4bit", "tah_quant"])
 def test_more_than_kernels_can_count_is_refused(family: str) -> None:
-    """Before anything is launched, in a line that says what to do."""
+    """The refusal comes before anything is launched, in a line that says what to do."""
     from taco_kernels.sdp4bit import GroupFormat
     from taco_kernels.sdp4bit import launch as sdp4bit
     from taco_kernels.taco import launch as taco

@@ -59,7 +59,7 @@ def test_neighbours_keep_their_error(spec: str, magnitude: float) -> None:
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("spec", (*SUMMED, PIPELINE))
 def test_an_outlier_comes_back(spec: str, magnitude: float) -> None:
-    """To 12 bits, and to the error of a zero."""
+    """It is right to 12 bits, and to the error of the zero that it leaves."""
     codec = parse_codec(spec)
     x = gaussian(1, 300, 1, 128)
     x[0, 7, 0, 40] = -magnitude

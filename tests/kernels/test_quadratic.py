@@ -77,7 +77,7 @@ class Groups:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_steps_are_those_of_the_deciding_extreme(format: str) -> None:
-    """To half a bf16, negative where far is positive."""
+    """They are right to half a bf16, and negative where far is positive."""
     groups = Groups(format)
     assert torch.equal(groups.step < 0, groups.high > groups.low)
     far_step = groups.far / -groups.points[0]
@@ -100,7 +100,7 @@ def test_every_code_is_used_and_none_overflows(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_deciding_extreme_comes_back(format: str) -> None:
-    """To half a bf16: its code has the value that its step was made of."""
+    """It is right to half a bf16: its code has the value that its step was made of."""
     groups = Groups(format)
     near_decides = groups.far / -groups.points[0] < groups.near / groups.points[-1]
     deciding = torch.where(near_decides, groups.near, groups.far)

@@ -62,7 +62,7 @@ def test_hadamard_tames_an_outlier() -> None:
 
 @pytest.mark.parametrize("target", [INTER, GroupFormat(4, 1024, hadamard=True)], ids=str)
 def test_a_requantised_sum_is_as_good_as_its_grid(target: GroupFormat) -> None:
-    """That sums are those of what single senders decode to is in the codecs' contract."""
+    """The codecs' contract has that sums are those of what single senders decode to."""
     numel = 1000
     x = torch.randn(3, 2, numel, generator=torch.Generator().manual_seed(1))
     wires = quantize(x, INTRA).view(3, 2, -1)
@@ -75,7 +75,7 @@ NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
 
 
 def assert_second_group_is_nan(values: torch.Tensor) -> None:
-    """Of four groups of 128 the second is NaN, and no other number is."""
+    """Assert that of four groups of 128 the second is NaN, and no other number is."""
     groups = values.view(4, 128)
     assert groups[1].isnan().all()
     assert groups[[0, 2, 3]].isfinite().all()

@@ -159,7 +159,7 @@ def test_signed_scales_use_every_code_and_overflow_none() -> None:
 def test_non_finite_groups_decode_to_nan_and_stay_alone(
     format: str, scales: str, hadamard: bool, value: float
 ) -> None:
-    """In one tensor, in sums, and in sums that are encoded again."""
+    """The second group is NaN in one tensor, in sums, and in sums that are encoded again."""
     config = CodecConfig(format, 32, scales=scales, hadamard=hadamard)
     x = inputs("gaussian", 5, 32)
     x[40] = value  # in the second group
@@ -213,7 +213,7 @@ def senders_of(group_size: int) -> torch.Tensor:
 def test_decode_sum_is_the_sum_of_decodes(
     format: str, hadamard: bool, group_size: int, scales: str
 ) -> None:
-    """To fp32's rounding of the largest value of a group."""
+    """They are equal to fp32's rounding of the largest value of a group."""
     config = CodecConfig(format, group_size, scales, hadamard)
     senders = senders_of(group_size)
     shape = senders.shape[1:]
@@ -252,13 +252,15 @@ def test_decode_sum_encode_is_encode_of_the_sum(
     exact_q, exact_s, exact_alpha = read_wire(tk.encode(total, config_out)[0], config_out)
     points = grid(config_out)
     steps = (torch.searchsorted(points, q) - torch.searchsorted(points, exact_q)).abs()
-    whole = slice(0, 3)  # decode_sum cuts the padded tail of the last group off
-    assert steps[whole].max() <= 1
-    assert (steps[whole] > 0).float().mean() < 0.02
+    whole_groups = slice(0, 3)  # decode_sum cuts the padded tail of the last group off
+    assert steps[whole_groups].max() <= 1
+    assert (steps[whole_groups] > 0).float().mean() < 0.02
     rtol = 2**-7 if scales == "single" else 1e-5
-    torch.testing.assert_close(s[whole], exact_s[whole], rtol=rtol, atol=0)
+    torch.testing.assert_close(s[whole_groups], exact_s[whole_groups], rtol=rtol, atol=0)
     if alpha is not None:
-        torch.testing.assert_close(alpha[whole], exact_alpha[whole], rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            alpha[whole_groups], exact_alpha[whole_groups], rtol=1e-5, atol=0
+        )
 
 
 def test_a_sum_is_refused_in_other_groups() -> None:
@@ -437,12 +439,12 @@ def check_sums_of_senders(case: Case) -> None:
     shape = (3, 2, 2 * config.group_size + 15)
     senders = torch.randn(3, math.prod(shape), generator=torch.Generator().manual_seed(case.seed))
     stack = torch.cat([reference.encode(sender, config) for sender in senders])
-    other = replace(config, format="int8" if config.format == "int4" else "int4")
+    another = replace(config, format="int8" if config.format == "int4" else "int4")
     # Sums of codes times bf16 steps can lie in the middle between two codes, where the interpreter, without a
     # fused multiply-add, rounds twice.
     codes = 0.01 if config.scales != "dual" and not config.hadamard else 0.004
     agree = partial(assert_alike, codes=codes)
-    check_sums(launch, stack, shape, config, agree, (config, other))
+    check_sums(launch, stack, shape, config, agree, (config, another))
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

@@ -82,7 +82,7 @@ def transformed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_tiles_with_one_outlier_are_transformed() -> None:
-    """By an orthonormal matrix; others stay what they are."""
+    """The matrix is orthonormal; tiles without an outlier stay what they are."""
     x = pivot_tiles()
     y, pivots = transformed(x)
     assert pivots.tolist() == [37 + 128, 0 + 128, 0, 0]
@@ -121,7 +121,7 @@ def peaked_rows() -> torch.Tensor:
 
 
 def test_tokens_of_low_entropy_get_three_bits() -> None:
-    """In each sample the 80 % of tokens with the most even magnitudes are high."""
+    """The 80 % of tokens of a sample with the most even magnitudes are high."""
     high = high_units(peaked_rows(), TahConfig())
     assert high.shape == (2, TOKENS)
     assert high.sum(dim=1).tolist() == [16, 16]
@@ -135,7 +135,7 @@ def test_of_equal_entropies_the_first_are_high() -> None:
 
 
 def test_entropies_are_shannons() -> None:
-    """Of magnitudes as shares of their sum, from the sums that kernels make."""
+    """They are made of magnitudes as shares of their sum, from the sums that kernels make."""
     x = peaked_rows()
     share = x.abs() / x.abs().sum(dim=-1, keepdim=True)
     shannon = -(share * share.log2()).sum(dim=-1)
