@@ -144,7 +144,8 @@ class Constants:
 
     @cached_property
     def _text(self) -> str:
-        return ",".join(f"{f.name}={getattr(self, f.name).value}" for f in fields(self))
+        values = {field.name: getattr(self, field.name).value for field in fields(self)}
+        return ",".join(f"{name}={value}" for name, value in values.items())
 
     @cached_property
     def _hash(self) -> int:

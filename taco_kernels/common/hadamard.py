@@ -79,17 +79,24 @@ def unshuffle(x, C: tl.constexpr):
 
 
 @triton.jit
+def upper_half(x):
+    """fp32 with the upper 16 bits of x: a bf16."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def split_bf16(x):
     """Three bf16 tensors whose sum is x (fp32) exactly, the largest first.
 
     Each takes the upper 8 of the 24 mantissa bits that are left. They are truncated, so that nothing rounds up
     to infinity.
     """
-    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    high = upper_half(x)
     # Exact: high has the same exponent, and what is left of the mantissa fits.
     rest = x - high
-    middle = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+    middle = upper_half(rest)
+    low = rest - middle
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)
 
 
 @triton.jit
@@ -102,10 +109,12 @@ def to_blocks(x, C: tl.constexpr):
     LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
         # [8 groups, block, ..] becomes [block, 8 groups, ..] inside every 16 rows.
-        x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, C.POINT]), [0, 2, 1, 3])
+        x = tl.reshape(x, [C.R // LOW, LOW, 2, C.POINT])
+        x = tl.permute(x, [0, 2, 1, 3])
     elif C.BLOCKS == 4:
         # [R / 8, 8, high bit, low bit, ..] of a block becomes [high bit, R / 8, low bit, 8, ..].
-        x = tl.permute(tl.reshape(x, [C.R // LOW, LOW, 2, 2, C.POINT]), [2, 0, 3, 1, 4])
+        x = tl.reshape(x, [C.R // LOW, LOW, 2, 2, C.POINT])
+        x = tl.permute(x, [2, 0, 3, 1, 4])
     return tl.reshape(x, [C.R * C.BLOCKS, C.POINT])
 
 
@@ -115,13 +124,16 @@ def across_blocks(h, C: tl.constexpr):
     LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
         # One butterfly: the blocks' sum and difference are the group's first and second half.
-        low, high = tl.split(tl.permute(tl.reshape(h, [C.R // LOW, 2, LOW, C.POINT]), [0, 2, 3, 1]))
+        h = tl.reshape(h, [C.R // LOW, 2, LOW, C.POINT])
+        low, high = tl.split(tl.permute(h, [0, 2, 3, 1]))
         h = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
     elif C.BLOCKS == 4:
         # [high bit of the block, R / LOW, low bit, LOW, POINT]; the nearer blocks first
-        h = tl.permute(tl.reshape(h, [2, C.R // LOW, 2, LOW, C.POINT]), [1, 3, 4, 0, 2])
+        h = tl.reshape(h, [2, C.R // LOW, 2, LOW, C.POINT])
+        h = tl.permute(h, [1, 3, 4, 0, 2])
         low, high = tl.split(h)
-        low, high = tl.split(tl.permute(tl.join(low + high, low - high), [0, 1, 2, 4, 3]))
+        h = tl.permute(tl.join(low + high, low - high), [0, 1, 2, 4, 3])
+        low, high = tl.split(h)
         h = tl.permute(tl.join(low + high, low - high), [0, 1, 4, 3, 2])
     return tl.reshape(h, [C.R, C.G])
 

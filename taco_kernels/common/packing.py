@@ -160,13 +160,18 @@ def code_values(codes, dtype: tl.constexpr, C: tl.constexpr):
     else:
         # 1024 + c in fp16 has c in its low mantissa bits.
         biased = codes ^ 0x80 if C.BITS == 8 else codes
-        values = (biased.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (
-            1024.0 + 2.0 ** (C.BITS - 1)
-        )
+        values = (biased.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        values = values - (1024.0 + 2.0 ** (C.BITS - 1))
     return values.to(dtype)
 
 
 # Where planes lie
+
+
+@triton.jit
+def aligned_bytes(size):
+    """Bytes up to the next multiple of 16, where what follows begins."""
+    return (size + 15) // 16 * 16
 
 
 @triton.jit
@@ -219,9 +224,8 @@ def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.cons
         pointers = plane.to(tl.pointer_type(dtype)) + across_chunks(first, P // SIZE, SIZE, C)
     else:
         # 64 bits once a tile; inside it 32 are enough.
-        pointers = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype)) + tl.arange(
-            0, C.R * P // SIZE
-        )
+        units = (plane + first.to(tl.int64) * P).to(tl.pointer_type(dtype))
+        pointers = units + tl.arange(0, C.R * P // SIZE)
     return pointers
 
 
@@ -277,6 +281,12 @@ def load_plane(plane, first, groups, P: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def halves_of(c):
+    """[R, n, 2, J] as two [R, n, J]: the first J of every 2J elements, and the others."""
+    return tl.split(tl.permute(c, [0, 1, 3, 2]))
+
+
+@triton.jit
 def pack(c, BITS: tl.constexpr, C: tl.constexpr):
     """uint8[R, G * BITS / 8]: a plane of codes.
 
@@ -287,13 +297,13 @@ def pack(c, BITS: tl.constexpr, C: tl.constexpr):
         BITS: of the plane: 4, 2 or 1.
         C: constants of the tile.
     """
-    low, high = tl.split(tl.permute(tl.reshape(c, [C.R, C.G // 16, 2, 8]), [0, 1, 3, 2]))
+    low, high = halves_of(tl.reshape(c, [C.R, C.G // 16, 2, 8]))
     c = low | (high << 4)
     if BITS < 4:
-        low, high = tl.split(tl.permute(tl.reshape(c, [C.R, C.G // 16, 2, 4]), [0, 1, 3, 2]))
+        low, high = halves_of(tl.reshape(c, [C.R, C.G // 16, 2, 4]))
         c = low | (high << 2)
     if BITS < 2:
-        low, high = tl.split(tl.permute(tl.reshape(c, [C.R, C.G // 16, 2, 2]), [0, 1, 3, 2]))
+        low, high = halves_of(tl.reshape(c, [C.R, C.G // 16, 2, 2]))
         c = low | (high << 1)
     return tl.reshape(c, [C.R, C.G * BITS // 8]).to(tl.uint8)
 
@@ -308,7 +318,8 @@ def low_then_high(low, high, J: tl.constexpr, C: tl.constexpr):
         J: elements of each.
         C: constants of the tile.
     """
-    return tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [C.R, C.G // 16, 2 * J])
+    halves = tl.permute(tl.join(low, high), [0, 1, 3, 2])
+    return tl.reshape(halves, [C.R, C.G // 16, 2 * J])
 
 
 @triton.jit
@@ -325,7 +336,8 @@ def unpack(plane, BITS: tl.constexpr, C: tl.constexpr):
         c = low_then_high(c, c >> 1, 2, C)
     if BITS < 4:
         c = low_then_high(c, c >> 2, 4, C)
-    return tl.reshape(low_then_high(c, c >> 4, 8, C) & (2**BITS - 1), [C.R, C.G])
+    c = low_then_high(c, c >> 4, 8, C)
+    return tl.reshape(c & (2**BITS - 1), [C.R, C.G])
 
 
 @triton.jit
@@ -348,7 +360,8 @@ def store_codes(codes, wire, first, groups, C: tl.constexpr):
         if C.BITS > 4:
             codes = (codes >> 4) & (2 ** (C.BITS - 4) - 1)
             high = after_plane(wire, C.G // 2, groups, C)
-            store_plane(high, pack(codes, C.BITS - 4, C), first, groups, C.G * (C.BITS - 4) // 8, C)
+            bits = pack(codes, C.BITS - 4, C)
+            store_plane(high, bits, first, groups, C.G * (C.BITS - 4) // 8, C)
 
 
 @triton.jit
@@ -791,5 +804,5 @@ def load_singles(wire, first, groups, C: tl.constexpr):
     """
     words = load_code_words(wire, first, groups, C)
     # Bytes 0, 1, 2, 3 of each word, in the lowest bits, in order.
-    bytes = tl.join(tl.join(words, words >> 16), tl.join(words >> 8, words >> 24))
+    bytes = four_joined(words, words >> 8, words >> 16, words >> 24)
     return code_under(tl.reshape(bytes, [C.R, C.G]), magic_bits(groups), 0xFF, 1.0, C)

@@ -18,6 +18,7 @@ import triton.language as tl
 from taco_kernels.common.hadamard import odd, shuffled
 from taco_kernels.common.packing import (
     add_products,
+    aligned_bytes,
     four_joined,
     load_code_words,
     magic_bits,
@@ -41,7 +42,9 @@ def rotation_matrix(VALUE: tl.constexpr, H: tl.constexpr, dtype: tl.constexpr):
     row = tl.arange(0, H.POINT)[:, None]
     # Two transforms of 32 points next to each other, so that a product has the 64 that shuffle needs.
     column = shuffled(tl.arange(0, H.POINT)[None, :])
-    value = tl.where(odd(row & column & (H.BLOCK - 1)) == 1, -VALUE, VALUE)
+    # Numbers inside a block are the lowest bits.
+    negative = odd(row & column & (H.BLOCK - 1)) == 1
+    value = tl.where(negative, -VALUE, VALUE)
     return tl.where((row // H.BLOCK) == (column // H.BLOCK), value, 0.0).to(dtype)
 
 
@@ -64,7 +67,8 @@ def steps_of(amax, C: tl.constexpr):
         # A quotient by a constant, correctly rounded (Markstein): its remainder corrects the product with the
         # reciprocal. A third of a division's instructions.
         step = amax * (1.0 / C.QMAX)
-        step = tl.fma(tl.fma(-step, qmax, amax), tl.full([C.R], 1.0 / C.QMAX, tl.float32), step)
+        remainder = tl.fma(-step, qmax, amax)
+        step = tl.fma(remainder, tl.full([C.R], 1.0 / C.QMAX, tl.float32), step)
     step = ((step.to(tl.int32, bitcast=True) + 0xFF) & -256).to(tl.float32, bitcast=True)
     if C.INTERPRET:
         inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
@@ -73,6 +77,19 @@ def steps_of(amax, C: tl.constexpr):
             "rcp.rn.f32 $0, $1;", "=f,f", [step], tl.float32, True, 1
         )
     return step, inverse
+
+
+@triton.jit
+def steps_at(wire, groups, C: tl.constexpr):
+    """Pointer (fp32) to the steps of a row, behind its codes.
+
+    Args:
+        wire: pointer to the row's wire.
+        groups: of the row.
+        C: constants of the tile.
+    """
+    codes = tl.full((), C.PAYLOAD, tl.int64) * groups
+    return (wire + codes).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
@@ -98,11 +115,10 @@ def write_groups(h, wire, first, groups, C: tl.constexpr):
     step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
     row = first + tl.arange(0, C.R)
     # The row's layout (reference.py): codes | steps | zeros up to 16 bytes.
-    steps = wire + tl.full((), C.PAYLOAD, tl.int64) * groups
-    tl.store(steps.to(tl.pointer_type(tl.float32)) + row, step, mask=row < groups)
+    tl.store(steps_at(wire, groups, C) + row, step, mask=row < groups)
     used = tl.full((), C.PAYLOAD + 4, tl.int64) * groups
     pad = used + tl.arange(0, 16)
-    end = tl.where(first == 0, (used + 15) // 16 * 16, 0)
+    end = tl.where(first == 0, aligned_bytes(used), 0)
     tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=pad < end)
     store_groups(h, inverse, wire, first, groups, C)
 
@@ -119,12 +135,11 @@ def decoded_groups(wire, first, groups, C: tl.constexpr):
     """
     zero = tl.zeros([C.R, C.G // 4], tl.float32)
     row = first + tl.arange(0, C.R)
-    steps = (wire + tl.full((), C.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
-    step = tl.load(steps + row, mask=row < groups, other=0.0)
+    step = tl.load(steps_at(wire, groups, C) + row, mask=row < groups, other=0.0)
     # A sum of one sender: 0 + q * step, which is exact.
     words = load_code_words(wire, first, groups, C)
     t0, t1, t2, t3 = add_products(zero, zero, zero, zero, words, step, magic_bits(groups), C)
-    return tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
+    return tl.reshape(four_joined(t0, t1, t2, t3), [C.R, C.G])
 
 
 # Blocks
@@ -146,7 +161,8 @@ def load_quads(plane, first, blocks, STRIDE: tl.constexpr, SKIP: tl.constexpr, N
         N: blocks.
     """
     block = tl.arange(0, N)[:, None]
-    words = (plane + first.to(tl.int64) * STRIDE + SKIP).to(tl.pointer_type(tl.int32))
+    begin = plane + first.to(tl.int64) * STRIDE + SKIP
+    words = begin.to(tl.pointer_type(tl.int32))
     pointers = words + block * (STRIDE // 4) + tl.arange(0, 4)[None, :]
     return tl.load(pointers, mask=block < blocks - first, other=0)
 
@@ -240,9 +256,9 @@ def add_sender(t, wire, first, blocks, groups, magic, B: tl.constexpr):
         B: constants of the tile.
     """
     block = first + tl.arange(0, B.N)
-    steps = (wire + tl.full((), B.PAYLOAD, tl.int64) * groups).to(tl.pointer_type(tl.float32))
     # A group's blocks share its step.
-    step = tl.load(steps + block // (B.G // BLOCK), mask=block < blocks, other=0.0)
+    steps = steps_at(wire, groups, B) + block // (B.G // BLOCK)
+    step = tl.load(steps, mask=block < blocks, other=0.0)
     step = tl.broadcast_to(step[:, None], [B.N, 4])
     if B.BITS == 4:
         t = add_nibbles(t, load_quads(wire, first, blocks, 16, 0, B.N), step, magic, B)

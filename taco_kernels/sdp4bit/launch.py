@@ -136,7 +136,8 @@ def value_pointers(x, start, first, A: tl.constexpr, B: tl.constexpr, C: tl.cons
         B: values a row; A * B is the tile.
         C: constants of the tile.
     """
-    flat = (tl.arange(0, A) * B)[:, None] + tl.arange(0, B)[None, :]
+    row_start = (tl.arange(0, A) * B)[:, None]
+    flat = row_start + tl.arange(0, B)[None, :]
     return x + start + first.to(tl.int64) * C.G + flat
 
 
@@ -207,7 +208,8 @@ def quantize_kernel(
             pointers = value_pointers(x, start, first, H.R, H.POINT, C)
             value = tl.load(pointers, mask=mask, other=0.0)
             # The same values, as rows of two blocks for the product and as groups for their steps.
-            h = tl.reshape(unshuffle(transform(value, matrix, H), H), [C.R, C.G])
+            rotated = unshuffle(transform(value, matrix, H), H)
+            h = tl.reshape(rotated, [C.R, C.G])
         else:
             mask = value_mask(first, numel, C.R, C.G, TAIL, C)
             pointers = value_pointers(x, start, first, C.R, C.G, C)
@@ -257,7 +259,8 @@ def difference_kernel(new, old, out, numel, groups, TAIL: tl.constexpr, C: tl.co
     # Of 16 values those of element j and j + 8 share a byte of 4-bit codes.
     low = differences(new, old, first, numel, 0, TAIL, C)
     high = differences(new, old, first, numel, 1, TAIL, C)
-    h = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [C.R, C.G])
+    halves = tl.permute(tl.join(low, high), [0, 2, 1])
+    h = tl.reshape(halves, [C.R, C.G])
     write_groups(h, out, first, groups, C)
 
 
@@ -289,11 +292,13 @@ def sum_kernel(
     if B.HADAMARD:
         h = rotated_blocks(h, B)
     begin = first.to(tl.int64) * BLOCK
-    offset = (tl.arange(0, B.N) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    block_start = (tl.arange(0, B.N) * BLOCK)[:, None]
+    offset = block_start + tl.arange(0, BLOCK)[None, :]
     # Where blocks are whole a mask by blocks is enough, and cheaper.
-    masked = offset if TAIL else (tl.arange(0, B.N) * BLOCK)[:, None]
+    masked = offset if TAIL else block_start
     pointers = out + row * out_stride + begin + offset
-    tl.store(pointers, (h * scale).to(out.dtype.element_ty), mask=masked < numel - begin)
+    value = (h * scale).to(out.dtype.element_ty)
+    tl.store(pointers, value, mask=masked < numel - begin)
 
 
 @triton.jit
@@ -320,7 +325,8 @@ def requantize_kernel(
     h = sum_blocks(
         wires + row * row_stride, sender_stride, first * B.N, groups * (B.G // BLOCK), groups, S, B
     )
-    write_groups(tl.reshape(h, [D.R, D.G]), out + row * out_stride, first * D.R, out_groups, D)
+    h = tl.reshape(h, [D.R, D.G])
+    write_groups(h, out + row * out_stride, first * D.R, out_groups, D)
 
 
 @triton.jit

@@ -105,7 +105,8 @@ def check_rows(x: torch.Tensor, name: str) -> None:
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Return the WHT of every 32 values of the last dimension, without normalisation."""
-    return hadamard(x.reshape(*x.shape[:-1], -1, HADAMARD_POINTS)).view(x.shape)
+    blocks = x.reshape(*x.shape[:-1], -1, HADAMARD_POINTS)
+    return hadamard(blocks).view(x.shape)
 
 
 def to_groups(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
@@ -152,9 +153,10 @@ def decode_groups(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch
     groups = format.groups(numel)
     size = format.group_size
     split = format.code_bytes(numel)
-    codes = unpack([wires[:, :split]], (format.bits,)).view(rows, groups, size)
-    values = integer_values(codes, format.bits)
-    step = wires[:, split : split + STEP_BYTES * groups].contiguous().view(torch.float32)
+    codes = unpack([wires[:, :split]], (format.bits,))
+    values = integer_values(codes.view(rows, groups, size), format.bits)
+    step = wires[:, split : split + STEP_BYTES * groups]
+    step = step.contiguous().view(torch.float32)
     return (values * step[..., None]).view(rows, groups * size)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.hadamard import odd, transform, unshuffle
+from taco_kernels.common.packing import aligned_bytes
 from taco_kernels.taco import outliers
 
 THRESHOLD = tl.constexpr(outliers.THRESHOLD)
@@ -36,7 +37,7 @@ def lists_of(wire, groups, C: tl.constexpr):
         C: constants of the tile.
     """
     used = tl.full((), C.BYTES, tl.int64) * groups
-    return (wire + (used + 15) // 16 * 16).to(tl.pointer_type(tl.int32))
+    return (wire + aligned_bytes(used)).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -48,8 +49,10 @@ def list_places(first, groups, C: tl.constexpr):
         groups: of the chunk.
         C: constants of the tile.
     """
-    word = (first // (BLOCK // C.G)).to(tl.int64) * SLOTS + tl.arange(0, C.R * C.G // BLOCK * SLOTS)
-    return word, word < tl.cdiv(groups, BLOCK // C.G).to(tl.int64) * SLOTS
+    GROUPS: tl.constexpr = BLOCK // C.G
+    WORDS: tl.constexpr = C.R // GROUPS * SLOTS
+    word = (first // GROUPS).to(tl.int64) * SLOTS + tl.arange(0, WORDS)
+    return word, word < tl.cdiv(groups, GROUPS).to(tl.int64) * SLOTS
 
 
 @triton.jit
@@ -78,7 +81,8 @@ def store_lists(words, wire, first, groups, C: tl.constexpr):
         C: constants of the tile.
     """
     word, inside = list_places(first, groups, C)
-    tl.store(lists_of(wire, groups, C) + word, tl.reshape(words, word.shape), mask=inside)
+    lists = lists_of(wire, groups, C)
+    tl.store(lists + word, tl.reshape(words, word.shape), mask=inside)
 
 
 # Values and their words
@@ -103,7 +107,8 @@ def blocks_of_words(x, listed, C: tl.constexpr):
     # Half of the last bit that is kept is added: to nearest. A carry into the exponent is right, too.
     words = (((bits & 0x7FFFFFFF) + 0x800) & MAGNITUDE) | ((bits >> 20) & SIGN)
     # Two steps: positions of single values, [R, G], would stay in registers.
-    words = words | (tl.arange(0, C.R) % (BLOCK // C.G) * C.G)[:, None]
+    group_start = tl.arange(0, C.R) % (BLOCK // C.G) * C.G
+    words = words | group_start[:, None]
     words = words | tl.arange(0, C.G)[None, :]
     # A zero of either sign has no word.
     words = tl.where(listed & ((bits << 1) != 0), words, 0)
@@ -173,13 +178,15 @@ def find_outliers(x, remaining, C: tl.constexpr):
         )
         # Sums on the tensor cores: a product with 16 equal columns, each of 1/16.
         ones = tl.full([C.POINT, 16], 1.0 / 16, x.dtype)
-        sums = tl.dot(tl.reshape(magnitude, [C.R * C.BLOCKS, C.POINT]), ones)
+        rows = tl.reshape(magnitude, [C.R * C.BLOCKS, C.POINT])
+        sums = tl.dot(rows, ones)
         total = tl.sum(tl.reshape(sums, [C.R, C.BLOCKS * 16]), axis=1)
         x = x if C.MAGNITUDE_MAX else magnitude
         largest = tl.max(tl.abs(largest_of_eight(x, C).to(tl.float32)), axis=2)
     # THRESHOLD times the mean. NaN and infinity exceed nothing: their groups have no outlier.
     limit = total * (THRESHOLD / C.G)
-    exceeds = (largest > limit[:, None]) & (tl.arange(0, C.R) < remaining)[:, None]
+    inside = tl.arange(0, C.R) < remaining
+    exceeds = (largest > limit[:, None]) & inside[:, None]
     return tl.max(exceeds.to(tl.int32)) > 0, limit
 
 
@@ -259,7 +266,8 @@ def add_list(x, wire, first, groups, C: tl.constexpr):
     for slot in range(SLOTS):
         word = tl.load(lists + slot, mask=row < groups, other=0)
         # Its column in this group: outside 0 .. G - 1 if the value is another group's.
-        column = tl.where(word > 0, (word & (BLOCK - 1)) - row % GROUPS * C.G, -1)
+        column = (word & (BLOCK - 1)) - row % GROUPS * C.G
+        column = tl.where(word > 0, column, -1)
         hit = tl.arange(0, C.G)[None, :] == column[:, None]
         x = tl.where(hit, x + value_of(word)[:, None], x)
     return x
@@ -280,14 +288,12 @@ def any_list(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr
     words = load_lists(wires, first, groups, C)
     if W <= C.UNROLLED:
         for w in tl.static_range(1, W):
-            words = tl.maximum(
-                words, load_lists(wires + tl.full((), w, tl.int64) * wire_stride, first, groups, C)
-            )
+            wire = wires + tl.full((), w, tl.int64) * wire_stride
+            words = tl.maximum(words, load_lists(wire, first, groups, C))
     else:
         for w in range(1, W):
-            words = tl.maximum(
-                words, load_lists(wires + w * wire_stride.to(tl.int64), first, groups, C)
-            )
+            wire = wires + w * wire_stride.to(tl.int64)
+            words = tl.maximum(words, load_lists(wire, first, groups, C))
     return words
 
 
@@ -305,7 +311,8 @@ def add_every_list(x, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.
         C: constants of the tile.
     """
     for w in range(0, W):
-        x = add_list(x, wires + (tl.full((), 0, tl.int64) + w) * wire_stride, first, groups, C)
+        wire = wires + (tl.full((), 0, tl.int64) + w) * wire_stride
+        x = add_list(x, wire, first, groups, C)
     return x
 
 
@@ -342,7 +349,8 @@ def add_word(h, word, C: tl.constexpr):
     """
     GROUPS: tl.constexpr = BLOCK // C.G
     # The block's word, for each of its groups.
-    word = tl.reshape(tl.broadcast_to(word[:, None], [C.R // GROUPS, GROUPS]), [C.R])
+    word = tl.broadcast_to(word[:, None], [C.R // GROUPS, GROUPS])
+    word = tl.reshape(word, [C.R])
     position = word & (BLOCK - 1)
     in_group = (word > 0) & (position // C.G == tl.arange(0, C.R) % GROUPS)
     column = tl.arange(0, C.G)[None, :]
@@ -350,7 +358,8 @@ def add_word(h, word, C: tl.constexpr):
     value = tl.broadcast_to(value_of(word)[:, None], [C.R, C.G])
     if C.HADAMARD:  # a value's transform is its row of the matrix
         crossed = column & word_column
-        value = tl.where(odd(crossed ^ (crossed >> 8)) == 1, -value, value) * (1.0 / C.G)
+        negative = odd(crossed ^ (crossed >> 8)) == 1
+        value = tl.where(negative, -value, value) * (1.0 / C.G)
         changed = h + value
         h = tl.where(in_group[:, None], changed, h)
     else:
@@ -372,9 +381,8 @@ def sum_lists(h, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.const
         C: constants of the tile.
     """
     # The sum of all lists as values: what two senders list in the same position adds up.
-    total = add_every_list(
-        tl.zeros([C.R, C.G], tl.float32), wires, wire_stride, first, groups, W, C
-    )
+    zeros = tl.zeros([C.R, C.G], tl.float32)
+    total = add_every_list(zeros, wires, wire_stride, first, groups, W, C)
     best, rest = split_words(blocks_of_words(total, total != 0.0, C), C)
     # One word of each block at a time, the largest first; most tiles have none.
     largest = tl.max(rest, axis=1)

@@ -49,7 +49,8 @@ def words_of(groups: torch.Tensor) -> torch.Tensor:
     Words order as the magnitudes of their values do. The mantissa is rounded to nearest.
     """
     flat = groups.reshape(-1)
-    bits = F.pad(flat, (0, -flat.numel() % BLOCK)).view(torch.int32).view(-1, BLOCK)
+    blocks = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    bits = blocks.view(torch.int32)
     position = torch.arange(BLOCK, dtype=torch.int32, device=groups.device)
     # To nearest: half of the last bit that is kept is added, and the bits below are cut.
     words = ((bits & 0x7FFFFFFF) + 0x800 & _MAGNITUDE) | (bits >> 20 & _SIGN)
@@ -112,7 +113,8 @@ def sum_lists(
         # One value of each block at a time, the largest first: the order decides how sums are rounded.
         best = pending.amax(1, keepdim=True)
         hit = (pending == best) & (pending > 0)
-        value = torch.where(hit, values_of(pending), 0.0).view(-1)[: h.numel()].view_as(h)
+        value = torch.where(hit, values_of(pending), 0.0)
+        value = value.view(-1)[: h.numel()].view_as(h)
         if rotated:
             value = hadamard(value / h.shape[-1])
         h = h + value

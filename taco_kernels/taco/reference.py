@@ -129,7 +129,8 @@ def round_to_grid(h: torch.Tensor, inverse: torch.Tensor, config: CodecConfig) -
     bits = v.view(torch.int32)
     exponent = (bits >> 23 & 0xFF).clamp(min=lowest)
     ulp = ((exponent - mantissa) << 23).view(torch.float32)
-    code = ((exponent - lowest) << mantissa) + torch.round(v.abs() / ulp).int()
+    steps = torch.round(v.abs() / ulp).int()
+    code = ((exponent - lowest) << mantissa) + steps
     return (code | bits >> 24 & 0x80).to(torch.uint8)
 
 
@@ -464,4 +465,5 @@ def decode_sum_encode(
         return encode_groups(total, config_out)[0]
     lists = [lists_of(wire, len(total), config) for wire in wires]
     words, total = outliers.sum_lists(lists, total, config.hadamard)
-    return torch.cat([encode_groups(total, config_out)[0], words.view(torch.uint8).view(-1)])
+    wire = encode_groups(total, config_out)[0]
+    return torch.cat([wire, words.view(torch.uint8).view(-1)])

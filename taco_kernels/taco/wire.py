@@ -23,8 +23,10 @@ from taco_kernels.common.packing import (
     across_chunks,
     add_products,
     after_plane,
+    aligned_bytes,
     code_under,
     code_values,
+    four_joined,
     halves_offset,
     load_code_words,
     load_codes,
@@ -58,10 +60,12 @@ def tile_pointers(x, first, rows, FLAGS: tl.constexpr, C: tl.constexpr):
         # In 64 bits: a row by itself may have 2^31 values and more.
         outer_start = (row // inner).to(tl.int64) * stride_outer
         start = outer_start + (row % inner).to(tl.int64) * stride_inner
-        pointers = x + (start + (group % run).to(tl.int64) * C.G)[:, None] + column
+        start = start + (group % run).to(tl.int64) * C.G
+        pointers = x + start[:, None] + column
     else:
         # 64 bits once a tile, 32 inside it.
-        pointers = x + first.to(tl.int64) * C.G + (tl.arange(0, C.R) * C.G)[:, None] + column
+        row_start = tl.arange(0, C.R) * C.G
+        pointers = x + first.to(tl.int64) * C.G + row_start[:, None] + column
     return pointers
 
 
@@ -165,6 +169,20 @@ def quadratic_codes(h, inverse, C: tl.constexpr):
 
 
 @triton.jit
+def quadratic_value_under(words, magic, MASK: tl.constexpr, UNIT: tl.constexpr, C: tl.constexpr):
+    """fp32: UNIT^2 times the value of a code of each word.
+
+    Args:
+        words: int32, what ``load_code_words`` gives.
+        magic: what ``magic_bits`` gives.
+        MASK: bits of the code in its word.
+        UNIT: what the lowest of them is worth: 1.0 or 256.0.
+        C: constants of the tile.
+    """
+    return quadratic_value_of(code_under(words, magic, MASK, UNIT, C), UNIT, C)
+
+
+@triton.jit
 def add_quadratic_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
     """packing.add_products of this grid. Every second value is 256^2 times too large where it lies.
 
@@ -177,11 +195,11 @@ def add_quadratic_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
     """
     step = tl.broadcast_to(step[:, None], [C.R, C.G // 4])
     small = step * (1.0 / 65536.0)
-    t0 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF, 1.0, C), 1.0, C), step, t0)
-    t1 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t1)
+    t0 = tl.fma(quadratic_value_under(words, magic, 0xFF, 1.0, C), step, t0)
+    t1 = tl.fma(quadratic_value_under(words, magic, 0xFF00, 256.0, C), small, t1)
     words = words >> 16
-    t2 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF, 1.0, C), 1.0, C), step, t2)
-    t3 = tl.fma(quadratic_value_of(code_under(words, magic, 0xFF00, 256.0, C), 256.0, C), small, t3)
+    t2 = tl.fma(quadratic_value_under(words, magic, 0xFF, 1.0, C), step, t2)
+    t3 = tl.fma(quadratic_value_under(words, magic, 0xFF00, 256.0, C), small, t3)
     return t0, t1, t2, t3
 
 
@@ -275,7 +293,8 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
         h = transform(shuffle(q, C), matrix, C)
         if OFFSET != 0:
             # The transform of a constant is all in its first element.
-            h = tl.where(tl.arange(0, C.G)[None, :] == 0, h - OFFSET * C.G, h)
+            column = tl.arange(0, C.G)[None, :]
+            h = tl.where(column == 0, h - OFFSET * C.G, h)
         h = unshuffle(h * step[:, None], C)
     else:
         # Not a product: LLVM narrows one of fp16 and bf16 that is rounded to fp16, and loses small steps.
@@ -297,8 +316,9 @@ def decode_two(wires, wire_stride, first, groups, matrix, C: tl.constexpr):
         matrix: as of ``decode_groups``.
         C: constants of the tile.
     """
-    value = decode_groups(wires, first, groups, matrix, C)
-    return value + decode_groups(wires + wire_stride, first, groups, matrix, C)
+    first_value = decode_groups(wires, first, groups, matrix, C)
+    second_value = decode_groups(wires + wire_stride, first, groups, matrix, C)
+    return first_value + second_value
 
 
 # Encoding
@@ -313,7 +333,8 @@ def sum_of_squares(h, C: tl.constexpr):
         even, odd = tl.split(tl.reshape(h, [C.R, C.G // 4, 2, 2]))
         a, b = tl.split(even)
         c, d = tl.split(odd)
-        total = tl.sum(tl.fma(a, a, tl.fma(b, b, tl.fma(c, c, d * d))), axis=1)
+        squares = tl.fma(b, b, tl.fma(c, c, d * d))
+        total = tl.sum(tl.fma(a, a, squares), axis=1)
     return total
 
 
@@ -327,11 +348,11 @@ def extremes(h, C: tl.constexpr):
     where a maximum cannot miss it; without it, NaN counts as infinity.
     """
     if C.SIGNED:
-        # The smallest of numbers among which is NaN may be another number, but the largest is infinity then.
-        up = h
+        # A maximum and a minimum may miss a NaN: as infinity the maximum finds it.
+        finite_or_infinite = h
         if not C.HADAMARD:
-            up = tl.where(h == h, h, float("inf"))
-        high = tl.max(up, axis=1)
+            finite_or_infinite = tl.where(h == h, h, float("inf"))
+        high = tl.max(finite_or_infinite, axis=1)
         low = -tl.min(h, axis=1)
         amax = tl.maximum(high, low)
     else:
@@ -361,12 +382,13 @@ def store_padding(wire, first, groups, C: tl.constexpr):
             chunk = (first // C.ROW).to(tl.int64) + tl.arange(0, C.R)[:, None]
             pad = USED + tl.arange(0, 16)[None, :]
             mask = (pad < (USED + 15) // 16 * 16) & (chunk * C.ROW < groups)
-            tl.store(wire + chunk * C.STRIDE + pad, tl.zeros([C.R, 16], tl.uint8), mask=mask)
+            pointers = wire + chunk * C.STRIDE + pad
+            tl.store(pointers, tl.zeros([C.R, 16], tl.uint8), mask=mask)
     else:
         # One tile of the chunk does it: that with its first group.
         used = tl.full((), C.BYTES, tl.int64) * groups
         pad = used + tl.arange(0, 16)
-        end = tl.where(first == 0, (used + 15) // 16 * 16, 0)
+        end = tl.where(first == 0, aligned_bytes(used), 0)
         tl.store(wire + pad, tl.zeros([16], tl.uint8), mask=pad < end)
 
 
@@ -422,18 +444,21 @@ def store_dual_scales(h, amax, bad, zero, wire, first, groups, C: tl.constexpr):
         C: constants of the tile.
     """
     row = first + tl.arange(0, C.R)
-    inverse = tl.div_rn(tl.full([C.R], C.QMAX, tl.float32), amax)
+    qmax = tl.full([C.R], C.QMAX, tl.float32)
+    inverse = tl.div_rn(qmax, amax)
     mean_square = tl.where(bad, 0.0, sum_of_squares(h, C))
     if not C.HADAMARD:
         # With the transform of the mean, sum(h^2) is the mean square of x already (Parseval).
         mean_square = mean_square * (1.0 / C.G)
     # alpha and s as TACO has them (arXiv 2604.24088); reference.py says why codes do not depend on them.
-    alpha = tl.div_rn(tl.full([C.R], C.QMAX, tl.float32), tl.sqrt_rn(mean_square + 1e-6))
+    root = tl.sqrt_rn(mean_square + 1e-6)
+    alpha = tl.div_rn(qmax, root)
     alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
     s = tl.maximum(alpha * amax * (C.ROOT / C.QMAX), 1e-12)
     s = tl.where(bad, float("nan"), tl.where(zero, 0.0, s))
     offset, distance = scale_offsets(row, first, groups, 4, C)
-    pointers = after_plane(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(tl.float32)) + offset
+    scales = after_plane(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(tl.float32))
+    pointers = scales + offset
     if C.MERGED:
         tl.store(pointers, dual_step(s, alpha, C), mask=row < groups)
     else:
@@ -478,8 +503,8 @@ def store_single_scale(high, low, amax, bad, zero, wire, first, groups, C: tl.co
     inverse = tl.div_rn(tl.full([C.R], 1.0, tl.float32), step)
     step = tl.where(bad, float("nan"), tl.where(zero, 0.0, step))
     offset, _ = scale_offsets(row, first, groups, 2, C)
-    pointers = after_plane(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(tl.bfloat16)) + offset
-    tl.store(pointers, step.to(tl.bfloat16), mask=row < groups)
+    scales = after_plane(wire, C.PAYLOAD, groups, C).to(tl.pointer_type(tl.bfloat16))
+    tl.store(scales + offset, step.to(tl.bfloat16), mask=row < groups)
     return inverse
 
 
@@ -563,7 +588,7 @@ def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.conste
                 sender = tl.full((), 0, tl.int64) + w
                 t = add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C)
         t0, t1, t2, t3 = t
-        total = tl.reshape(tl.join(tl.join(t0, t2), tl.join(t1, t3)), [C.R, C.G])
+        total = tl.reshape(four_joined(t0, t1, t2, t3), [C.R, C.G])
     else:
         total = tl.zeros([C.R, C.G], tl.float32)
         if W <= C.UNROLLED:

@@ -26,7 +26,7 @@ from taco_kernels.common import addressable, ceil_div, check_counted, check_tens
 from taco_kernels.common.device import Constants, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
 from taco_kernels.common.hadamard import odd, sylvester, transform
-from taco_kernels.common.packing import load_plane, pack, store_plane, unpack
+from taco_kernels.common.packing import aligned_bytes, load_plane, pack, store_plane, unpack
 from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.reference import TahConfig, TahLayout, layout_of
 
@@ -114,7 +114,8 @@ def tile_pointers(x, row, tiles, per_row, channels, C: tl.constexpr):
         # to a tile, so that the mask of the values is of 32 bits.
         begin = (row % per_row).to(tl.int64) * C.G
         remaining = tl.minimum(channels - begin, C.G).to(tl.int32)
-        pointers = x + ((row // per_row).to(tl.int64) * channels + begin)[:, None] + column
+        begin = (row // per_row).to(tl.int64) * channels + begin
+        pointers = x + begin[:, None] + column
         mask = mask & (column < remaining[:, None])
     else:
         pointers = x + row.to(tl.int64)[:, None] * C.G + column
@@ -131,7 +132,8 @@ def after_plane(plane, tiles, BITS: tl.constexpr, C: tl.constexpr):
         BITS: of the plane.
         C: constants of the tile.
     """
-    return plane + (tl.full((), C.G * BITS // 8, tl.int64) * tiles + 15) // 16 * 16
+    plane_bytes = tl.full((), C.G * BITS // 8, tl.int64) * tiles
+    return plane + aligned_bytes(plane_bytes)
 
 
 @triton.jit
@@ -177,7 +179,8 @@ def grid_of(low, high, fits, C: tl.constexpr):
     zero_bits = round_down_fp16(tl.where(fits, low, 0.0))
     zero = from_fp16(zero_bits)
     span = tl.maximum(tl.where(fits, high, 0.0) - zero, 0.0)
-    step_bits = round_up_fp16(tl.div_rn(span, tl.full([C.R], C.LEVELS, tl.float32)))
+    levels = tl.full([C.R], C.LEVELS, tl.float32)
+    step_bits = round_up_fp16(tl.div_rn(span, levels))
     step = from_fp16(step_bits)
     ones = tl.full([C.R], 1.0, tl.float32)
     inverse = tl.where(step > 0.0, tl.div_rn(ones, tl.where(step > 0.0, step, 1.0)), 0.0)
@@ -243,7 +246,8 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
             tl.store(sums + row, total, mask=inside)
             tl.store(sums + tiles + row, weighted, mask=inside)
         chosen, pivot = outlier_of(magnitude, fits, C)
-        tl.store(pivots + row, tl.where(chosen, pivot + 128, 0).to(tl.uint8), mask=inside)
+        pivot_byte = tl.where(chosen, pivot + 128, 0).to(tl.uint8)
+        tl.store(pivots + row, pivot_byte, mask=inside)
         rotated = transform(value, matrix, C) * (1 / C.G**0.5)
         # Elements i and i ^ pivot change places before the transform: signs of its outputs, after it.
         rotated = tl.where(odd(pivot[:, None] & column) == 1, -rotated, rotated)
@@ -310,8 +314,9 @@ def decode_kernel(
             slot = tl.load(slots + row, mask=inside, other=0)
             high = inside & (slot < high_tiles)
             # High tiles' extra bits lie without gaps, in the order of their slots.
-            bits = extra + slot.to(tl.int64)[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-            plane = tl.load(bits, mask=high[:, None], other=0)
+            byte = tl.arange(0, BYTES)[None, :]
+            pointers = extra + slot.to(tl.int64)[:, None] * BYTES + byte
+            plane = tl.load(pointers, mask=high[:, None], other=0)
             codes = (codes << C.EXTRA) | unpack(plane, C.EXTRA, C)
             # Without its extra bits a code stands for the middle of its cell.
             zero = tl.where(high, zero, zero + step * ((2**C.EXTRA - 1) * 0.5))
@@ -321,9 +326,11 @@ def decode_kernel(
         pivot = (pivot & 127)[:, None]
         # The transform is its own inverse: signs of its inputs give elements i and i ^ pivot exchanged.
         signed = tl.where(odd(pivot & column) == 1, -codes, codes)
-        rotated = transform(signed.to(tl.float16), matrix, C) * (step * (1 / C.G**0.5))[:, None]
+        scale = step * (1 / C.G**0.5)
+        rotated = transform(signed.to(tl.float16), matrix, C) * scale[:, None]
         # The transform of a constant, the zero point, is all in one element: the pivot.
-        rotated = tl.where(column == pivot, rotated + (zero * C.G**0.5)[:, None], rotated)
+        constant = zero * C.G**0.5
+        rotated = tl.where(column == pivot, rotated + constant[:, None], rotated)
         y = tl.where(chosen, rotated, codes * step[:, None] + zero[:, None])
         pointers, mask = tile_pointers(x, row, tiles, per_row, channels, C)
         tl.store(pointers, y.to(x.dtype.element_ty), mask=mask)

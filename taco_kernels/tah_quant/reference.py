@@ -239,7 +239,8 @@ def round_down_fp16(x: torch.Tensor) -> torch.Tensor:
 def round_up_fp16(x: torch.Tensor) -> torch.Tensor:
     """Return the smallest fp16 that is not below x (fp32, not negative); infinity above the range."""
     half = x.half()
-    return (half.view(torch.int16) + (half.float() < x).to(torch.int16)).view(torch.float16)
+    rounded_down = half.float() < x
+    return (half.view(torch.int16) + rounded_down.to(torch.int16)).view(torch.float16)
 
 
 def transform_tiles(
@@ -327,7 +328,8 @@ def write_high(
         layout: of the tensor.
     """
     high = choose_high(entropies, layout)
-    bits = torch.nn.functional.pad(high, (0, 32 * layout.words - layout.population)).view(-1, 8)
+    missing = 32 * layout.words - layout.population
+    bits = torch.nn.functional.pad(high, (0, missing)).view(-1, 8)
     shifts = torch.arange(8, device=high.device)
     section(wire, "widths", layout).copy_((bits.int() << shifts).sum(dim=1))
     plane = plane.view(torch.int32)
@@ -344,7 +346,8 @@ def slots_on(wire: torch.Tensor, layout: TahLayout) -> torch.Tensor:
     """
     widths = section(wire, "widths", layout)
     bits = widths[:, None] >> torch.arange(8, device=widths.device).to(torch.uint8) & 1
-    return tile_slots(bits.view(layout.populations, -1)[:, : layout.population].bool(), layout)
+    high = bits.view(layout.populations, -1)[:, : layout.population].bool()
+    return tile_slots(high, layout)
 
 
 def section(wire: torch.Tensor, name: str, layout: TahLayout) -> torch.Tensor:
@@ -388,7 +391,8 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
     )
     inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)
     # Rounded once, to the integer: a fused multiply-add, exact in fp64.
-    codes = ((y - zeros.float()[:, None]).double() * inverse.double()[:, None] + 0.5).floor()
+    above_zero = y - zeros.float()[:, None]
+    codes = (above_zero.double() * inverse.double()[:, None] + 0.5).floor()
     codes = codes.nan_to_num(nan=0.0).clamp(0, config.levels).to(torch.uint8)
     # All tiles' upper bits go to the base planes; the others only of high tiles, below.
     base = pack(codes >> config.extra_bits, layout.base_planes)
@@ -455,6 +459,7 @@ def decode(
     # The transform of codes is exact; that of a constant, the zero point, is all in element 0.
     rotated = hadamard(codes) * (steps * (1 / math.sqrt(size)))[:, None]
     rotated[:, 0] += zeros * math.sqrt(size)
-    y = torch.where((pivots >= 128)[:, None], bring_forward(rotated, (pivots & 127).long()), y)
+    exchanged = bring_forward(rotated, (pivots & 127).long())
+    y = torch.where((pivots >= 128)[:, None], exchanged, y)
     rows = y.view(layout.rows, -1)[:, : layout.channels]
     return rows.reshape(tuple(shape)).to(dtype)
