@@ -23,24 +23,18 @@ COMPRESSION = "--taco --compression-min-mb 0 --pp-compression pipeline-6bit"
 
 # What makes the script small; a flag that it does not have is left out.
 SIZES = {
-    **{
-        "--num-layers": "2",
-        "--hidden-size": "64",
-        "--num-attention-heads": "4",
-        "--seq-length": "64",
-    },
-    **{
-        "--max-position-embeddings": "64",
-        "--num-workers": "0",
-        "--log-interval": "1",
-        "--eval-iters": "1",
-    },
-    **{
-        "--global-batch-size": "4",
-        "--train-iters": "3",
-        "--lr-decay-iters": "3",
-        "--lr-warmup-iters": "1",
-    },
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "64",
+    "--max-position-embeddings": "64",
+    "--num-workers": "0",
+    "--log-interval": "1",
+    "--eval-iters": "1",
+    "--global-batch-size": "4",
+    "--train-iters": "3",
+    "--lr-decay-iters": "3",
+    "--lr-warmup-iters": "1",
 }
 
 
@@ -83,26 +77,44 @@ def train(files: Path, saved: Path, *more: str, **how: str) -> Run:
     ]
     words = printed(command, env, files)
     words = words[words.index("pretrain_gpt.py") + 1 :]
-    for flag, value in SIZES.items():
-        for place in [place for place, word in enumerate(words) if word == flag]:
-            words[place + 1] = value
+    for index, word in enumerate(words):
+        if word in SIZES:
+            words[index + 1] = SIZES[word]
     return pretrain(*words, ranks=4, **how)
 
 
-def test_gpt3(files: Path, tmp_path: Path) -> None:
-    """fp16: both train, to nearly the same losses; the second sends payloads in every channel, and nothing
-    that the ledger does not know."""
-    plain = train(files, tmp_path / "plain", *LAYOUT.split())
-    how = {
-        "script": "tests/distributed/ways_in/unedited.py",
-        "through": "megatron/compression/__main__.py",
-    }
-    run = train(files, tmp_path / "compressed", *LAYOUT.split(), *COMPRESSION.split(), **how)
-    for one in (plain, run):
-        assert sorted(one.losses)[-1] == 3 and all(map(math.isfinite, one.losses.values()))
-        assert UNKNOWN not in one.output
-    assert run.losses == pytest.approx(plain.losses, rel=0.01) and run.losses != plain.losses
-    check_channels(run, ACTIVATIONS[:4])
-    assert "huggingface.co" not in run.output, (
-        "no hub is asked for a tokenizer whose files are there"
-    )
+@pytest.fixture(scope="module")
+def uncompressed(files: Path, tmp_path_factory) -> Run:
+    """The script as it is, through pretrain_gpt.py, in fp16."""
+    return train(files, tmp_path_factory.mktemp("uncompressed"), *LAYOUT.split())
+
+
+@pytest.fixture(scope="module")
+def compressed(files: Path, tmp_path_factory) -> Run:
+    """The script with compression, through an entrypoint that knows nothing of us."""
+    words = [*LAYOUT.split(), *COMPRESSION.split()]
+    saved = tmp_path_factory.mktemp("compressed")
+    script = "tests/distributed/ways_in/unedited.py"
+    return train(files, saved, *words, script=script, through="megatron/compression/__main__.py")
+
+
+@pytest.mark.parametrize("which", ["uncompressed", "compressed"])
+def test_the_script_trains(which: str, request) -> None:
+    """All iterations ran, and the audit found nothing that the ledger does not know."""
+    run = request.getfixturevalue(which)
+    assert sorted(run.losses)[-1] == 3
+    assert all(math.isfinite(loss) for loss in run.losses.values())
+    assert UNKNOWN not in run.output
+
+
+def test_compression_changes_the_losses_a_little(uncompressed: Run, compressed: Run) -> None:
+    assert compressed.losses == pytest.approx(uncompressed.losses, rel=0.01)
+    assert compressed.losses != uncompressed.losses
+
+
+def test_every_channel_of_activations_has_payloads(compressed: Run) -> None:
+    check_channels(compressed, ACTIVATIONS[:4])
+
+
+def test_no_hub_is_asked_for_a_tokenizer_whose_files_are_there(compressed: Run) -> None:
+    assert "huggingface.co" not in compressed.output

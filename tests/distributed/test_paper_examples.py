@@ -66,23 +66,30 @@ def validated(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("key", RUNS, ids="-".join)
 def test_published_settings(validated, key):
     parameters, layout, iterations, schedule = RUNS[key]
-    found = validated[key]
-    assert found["parameters"] == pytest.approx(parameters, rel=0.01)
-    assert (found["tp"], found["pp"], found["dp"]) == layout
-    assert (found["train_iters"], found["schedule"]) == (iterations, schedule)
-    assert found["evaluation"] == (100, 10)
-    assert found["fp32"] == (key[0] == "tah_quant")
-    assert found["fraction"] == (0.5 if key[0] == "caat_net" else 1.0)
+    run = validated[key]
+    assert run["parameters"] == pytest.approx(parameters, rel=0.01)
+    assert (run["tp"], run["pp"], run["dp"]) == layout
+    assert (run["train_iters"], run["schedule"]) == (iterations, schedule)
+    assert run["evaluation"] == (100, 10)
+    assert run["fp32"] == (key[0] == "tah_quant")
+    assert run["fraction"] == (0.5 if key[0] == "caat_net" else 1.0)
 
 
-def test_variants(validated):
-    for key, specs in VARIANTS.items():
-        assert validated[key]["specs"] == specs, key
-    assert (
-        validated["taco", "qwen3-0.6b"]["least_mb"] == 0
-        and validated["taco", "gpt-350m"]["least_mb"] == 8
-    )
+@pytest.mark.parametrize("key", VARIANTS, ids="-".join)
+def test_a_variant_has_its_codecs(validated, key):
+    assert validated[key]["specs"] == VARIANTS[key]
+
+
+def test_the_paper_compresses_every_message_of_qwen3_alone(validated):
+    assert validated["taco", "qwen3-0.6b"]["least_mb"] == 0
+    assert validated["taco", "gpt-350m"]["least_mb"] == 8
+
+
+def test_a_fraction_of_one_is_an_ordinary_model(validated):
     assert validated["ordinary"]["fraction"] == 1
+
+
+def test_36_layers_fit_on_eight_stages(validated):
     eight = validated["eight stages"]
     assert (eight["pp"], eight["dp"], eight["layers"]) == (8, 1, 36)
 
@@ -135,11 +142,10 @@ def test_runs_that_differ_keep_checkpoints_of_their_own(tmp_path) -> None:
         ("tah_quant", {"VARIANT": "none"}),
         ("tah_quant", {"VARIANT": "none", "PRECISION": "bf16"}),
     ]
-    lines = [
-        command_line(tmp_path, script(name), **DATA, PRETRAINED="gpt2", **given)
-        for name, given in runs
-    ]
-    saved = [line[line.index("--save") + 1] for line in lines]
-    assert len(set(saved)) == len(runs) and all(
-        re.fullmatch(r"checkpoints/[\w.,=-]+", one) for one in saved
-    )
+    folders = []
+    for name, variables in runs:
+        words = command_line(tmp_path, script(name), **DATA, PRETRAINED="gpt2", **variables)
+        folders.append(words[words.index("--save") + 1])
+    assert len(set(folders)) == len(runs)
+    for folder in folders:
+        assert re.fullmatch(r"checkpoints/[\w.,=-]+", folder), "a name without spaces"
