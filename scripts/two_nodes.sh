@@ -4,34 +4,72 @@
 #   scripts/two_nodes.sh 200mbit pretrain_gpt.py <flags>       RANKS=n a node (default 1)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-[[ "${1:-}" =~ ^[1-9][0-9]*[mg]bit$ && -n "${2:-}" ]] || { sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 2; }
-for tool in ip tc; do command -v $tool >/dev/null || { echo "error: $tool is missing; install iproute2" >&2; exit 1; }; done
-[ "$EUID" = 0 ] || { echo "error: network namespaces need root; start this with sudo" >&2; exit 1; }
-rate=$1 ranks=${RANKS:-1} burst=256k nodes=() && shift
-[[ $rate == *gbit ]] && burst=${rate%gbit}m
-python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+if [[ ! "${1:-}" =~ ^[1-9][0-9]*[mg]bit$ || -z "${2:-}" ]]; then
+    sed -n '2,4s/^# \{0,1\}//p' "$0" # the lines above
+    exit 2
+fi
+for tool in ip tc; do
+    if ! command -v "$tool" >/dev/null; then
+        echo "error: $tool is missing; install iproute2" >&2
+        exit 1
+    fi
+done
+if [ "$EUID" != 0 ]; then
+    echo "error: network namespaces need root; start this with sudo" >&2
+    exit 1
+fi
+
+rate=$1
+shift
+ranks=${RANKS:-1}
+# What the shaper lets through at once: enough for a timer tick at this rate.
+burst=256k
+if [[ $rate == *gbit ]]; then
+    burst=${rate%gbit}m
+fi
+python=${PYTHON:-}
+if [ -z "$python" ] && [ -x .venv/bin/python ]; then
+    python=.venv/bin/python
+fi
+: "${python:=python3}"
+nodes=() # the process of each node
+
 finish() {
-    trap '' INT TERM  # a second Ctrl-C leaves nothing behind
-    { kill "${nodes[@]}" && wait; ip link del taco1.$$; } 2>/dev/null || true  # its pair: where no namespace holds it
-    for node in 1 2; do ip netns del taco$node.$$ 2>/dev/null || true; done
+    trap '' INT TERM # a second Ctrl-C leaves nothing behind
+    {
+        kill "${nodes[@]}" && wait
+        ip link del taco1.$$ # its pair goes too; only needed where no namespace holds it
+    } 2>/dev/null || true
+    for node in 1 2; do
+        ip netns del taco$node.$$ 2>/dev/null || true
+    done
 }
 trap finish EXIT
 trap 'exit 143' INT TERM
+
+# A cable: what goes in at taco1 comes out at taco2. $$ keeps two runs apart.
 ip link add taco1.$$ type veth peer name taco2.$$
 for node in 1 2; do
     ip netns add taco$node.$$
     ip link set taco$node.$$ netns taco$node.$$
     ip -n taco$node.$$ addr add 10.77.0.$node/24 dev taco$node.$$
-    for device in taco$node.$$ lo; do ip -n taco$node.$$ link set $device up; done
-    ip netns exec taco$node.$$ tc qdisc add dev taco$node.$$ root tbf rate "$rate" burst $burst latency 50ms
+    for device in taco$node.$$ lo; do
+        ip -n taco$node.$$ link set $device up
+    done
+    # Each end shapes what it sends, so both directions have the rate.
+    ip netns exec taco$node.$$ tc qdisc add dev taco$node.$$ root tbf rate "$rate" burst "$burst" latency 50ms
 done
+
+# Node 1 has the first half of the GPUs, node 2 the second.
+all=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((2 * ranks - 1)))}
 for node in 2 1; do
-    all=${CUDA_VISIBLE_DEVICES-$(seq -s, 0 $((2 * ranks - 1)))}
     devices=$(cut -d, -f$(((node - 1) * ranks + 1))-$((node * ranks)) <<<"$all")
+    # NCCL_HOSTID: NCCL believes in two hosts. The DISABLEs: it has no way around the link.
     ip netns exec taco$node.$$ env CUDA_VISIBLE_DEVICES="$devices" NCCL_HOSTID=node$node NCCL_IB_DISABLE=1 \
         NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_SOCKET_IFNAME=taco$node.$$ GLOO_SOCKET_IFNAME=taco$node.$$ \
         "$python" -m torch.distributed.run --nnodes 2 --node-rank $((node - 1)) --nproc-per-node "$ranks" \
         --master-addr 10.77.0.1 --master-port 29511 "$@" &
     nodes+=($!)
 done
-wait "${nodes[0]}" && wait "${nodes[1]}"
+wait "${nodes[0]}"
+wait "${nodes[1]}"

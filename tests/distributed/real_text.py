@@ -12,16 +12,12 @@ def make_dataset(directory: Path, megabytes: float = 0.5) -> tuple[Path, Path]:
     Returns:
         The dataset's prefix (for --data-path) and the tokenizer's model.
     """
-    text, model, prefix = (
-        directory / "train.jsonl",
-        directory / "tokenizer.model",
-        directory / "train",
-    )
-    _corpus.write_corpus(directory, "stdlib", megabytes, (1, 0, 0))
+    text = directory / "train.jsonl"
+    model = directory / "tokenizer.model"
+    only_training = (1, 0, 0)
+    _corpus.write_corpus(directory, "stdlib", megabytes, only_training)
     _corpus.write_tokenizer(model, text, 512)
-    flags = [
-        *("--input", text, "--output-prefix", prefix, "--append-eod", "--workers", 1),
-        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
-    ]
-    assert preprocess_data.main(list(map(str, flags))) == 0
+    flags = ["--input", text, "--output-prefix", directory / "train", "--append-eod"]
+    flags += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
+    assert preprocess_data.main([*map(str, flags), "--workers", "1"]) == 0
     return directory / "train_text_document", model
