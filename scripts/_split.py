@@ -6,6 +6,7 @@ megatron-core has for them) split a large tensor into parts, one on each communi
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,26 +45,27 @@ def install() -> None:
     """Replace the collectives. Nothing changes until ``split_over`` has been called."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    wrappers = {
+    replacements = {
         "all_reduce": split_all_reduce,
         "all_gather_into_tensor": split_all_gather,
         "reduce_scatter_tensor": split_reduce_scatter,
         "all_to_all_single": split_all_to_all,
     }
-    for name, wrap in wrappers.items():
-        symbols.replace(dist, name, ("group", "async_op"), wrap, lasting=True)
+    for name, replacement in replacements.items():
+        symbols.around(dist, name, ("group", "async_op"), replacement, lasting=True)
     # megatron-core has imported two of them under names of its own.
     imported = {
         "dist_all_gather_func": split_all_gather,
         "dist_reduce_scatter_func": split_reduce_scatter,
     }
     reason = "both sides of a comparison use as many communicators"
-    for name, wrap in imported.items():
+    for name, replacement in imported.items():
         function = getattr(param_and_grad_buffer, name)
-        # Without what is wrapped around it, by ``replace`` above or by torch.
+        # Without what is wrapped around it, above or by torch.
         original = getattr(function, "__wrapped__", function)
-        symbols.put(param_and_grad_buffer, name, wrap(original), reason)
-    symbols.replace(param_and_grad_buffer, "_coalescing_manager", (), _coalescing, lasting=True)
+        symbols.put(param_and_grad_buffer, name, partial(replacement, original), reason)
+    name = "_coalescing_manager"
+    symbols.around(param_and_grad_buffer, name, (), _collecting_manager, lasting=True)
 
 
 class _Collected:
@@ -84,13 +86,11 @@ class _Collected:
         join(self.works).wait()
 
 
-def _coalescing(original: Callable) -> Callable:
-    def manager(group=None, device=None, async_ops=False):
-        if _groups_of(group) is None:
-            return original(group, device, async_ops)
-        return _Collected()
-
-    return manager
+def _collecting_manager(original: Callable, group=None, device=None, async_ops=False):
+    """Return a manager that collects split works; torch's where the group is not split."""
+    if _groups_of(group) is None:
+        return original(group, device, async_ops)
+    return _Collected()
 
 
 def _groups_of(group: dist.ProcessGroup | None) -> Groups | None:
@@ -164,92 +164,122 @@ def _start_parts(
     return work.wait()
 
 
-def split_all_reduce(original: Callable) -> Callable:
-    """Return an all-reduce that works in place on flat parts."""
+def split_all_reduce(
+    original: Callable,
+    tensor: torch.Tensor,
+    op: dist.ReduceOp = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """All-reduce a tensor in place, by flat parts.
 
-    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        groups = _groups_for(tensor, group, tensor)
-        if not groups:
-            return _collect(original(tensor, op, group, async_op), async_op)
-        parts = tensor.view(-1).tensor_split(len(groups))
-
-        def start(output, input, communicator):
-            return original(output, op, communicator, True)
-
-        return _start_parts(start, parts, parts, groups, async_op)
-
-    return all_reduce
-
-
-def split_all_gather(original: Callable) -> Callable:
-    """Return an all-gather that splits what each rank sends."""
-
-    def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
-        groups = _groups_for(output_tensor, group, input_tensor)
-        if not groups:
-            return _collect(original(output_tensor, input_tensor, group, async_op), async_op)
-        # [ranks, values]: a part of every rank's values is a block of columns.
-        outputs = output_tensor.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
-        inputs = input_tensor.reshape(-1).tensor_split(len(groups))
-
-        def start(output, input, communicator):
-            return original(output.view(-1), input, communicator, True)
-
-        return _start_parts(start, outputs, inputs, groups, async_op)
-
-    return all_gather_into_tensor
-
-
-def split_reduce_scatter(original: Callable) -> Callable:
-    """Return a reduce-scatter that splits what each rank keeps."""
-
-    def reduce_scatter_tensor(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        groups = _groups_for(input, group, output)
-        if not groups:
-            return _collect(original(output, input, op, group, async_op), async_op)
-        inputs = input.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
-        outputs = output.view(-1).tensor_split(len(groups))
-
-        def start(output, input, communicator):
-            return original(output, input.view(-1), op, communicator, True)
-
-        return _start_parts(start, outputs, inputs, groups, async_op)
-
-    return reduce_scatter_tensor
-
-
-def split_all_to_all(original: Callable) -> Callable:
-    """Return an all-to-all that splits what goes to each rank.
-
-    Where ranks get different numbers of rows, it splits the rows. Such a message is split whatever its size:
-    the ranks do not know the size of each other's.
+    Args:
+        original: torch's function.
+        tensor, op, group, async_op: its arguments.
     """
+    groups = _groups_for(tensor, group, tensor)
+    if not groups:
+        return _collect(original(tensor, op, group, async_op), async_op)
+    parts = tensor.view(-1).tensor_split(len(groups))
 
-    def all_to_all_single(
-        output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
-    ):
-        has_equal_parts = output_split_sizes is None and input_split_sizes is None
-        has_long_rows = input.dim() == 2 and input.shape[1] >= SHORTEST_ROW
-        groups: Groups = []
-        if has_equal_parts:
-            groups = _groups_for(input, group, output)
-        elif has_long_rows and input.dtype != torch.uint8:
-            groups = _groups_of(group) or []
-        if not groups:
-            work = original(output, input, output_split_sizes, input_split_sizes, group, async_op)
-            return _collect(work, async_op)
-        if has_equal_parts:
-            ranks = groups[0].size()
-            input = input.view(ranks, -1)
-            output = output.view(ranks, -1)
-        inputs = input.tensor_split(len(groups), dim=1)
-        outputs = output.tensor_split(len(groups), dim=1)
+    def start(output: torch.Tensor, _: torch.Tensor, communicator: dist.ProcessGroup) -> dist.Work:
+        return original(output, op, communicator, True)
 
-        def start(output, input, communicator):
-            return original(
-                output, input, output_split_sizes, input_split_sizes, communicator, True
-            )
+    return _start_parts(start, parts, parts, groups, async_op)
 
-        return _start_parts(start, outputs, inputs, groups, async_op)
 
-    return all_to_all_single
+def split_all_gather(
+    original: Callable,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """Gather the ranks' tensors, by parts of what each rank sends.
+
+    Args:
+        original: torch's function.
+        output_tensor, input_tensor, group, async_op: its arguments.
+    """
+    groups = _groups_for(output_tensor, group, input_tensor)
+    if not groups:
+        return _collect(original(output_tensor, input_tensor, group, async_op), async_op)
+    # [ranks, values]: a part of every rank's values is a block of columns.
+    outputs = output_tensor.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
+    inputs = input_tensor.reshape(-1).tensor_split(len(groups))
+
+    def start(
+        output: torch.Tensor, part: torch.Tensor, communicator: dist.ProcessGroup
+    ) -> dist.Work:
+        return original(output.view(-1), part, communicator, True)
+
+    return _start_parts(start, outputs, inputs, groups, async_op)
+
+
+def split_reduce_scatter(
+    original: Callable,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: dist.ReduceOp = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """Reduce-scatter a tensor, by parts of what each rank keeps.
+
+    Args:
+        original: torch's function.
+        output, input, op, group, async_op: its arguments.
+    """
+    groups = _groups_for(input, group, output)
+    if not groups:
+        return _collect(original(output, input, op, group, async_op), async_op)
+    inputs = input.view(groups[0].size(), -1).tensor_split(len(groups), dim=1)
+    outputs = output.view(-1).tensor_split(len(groups))
+
+    def start(kept: torch.Tensor, part: torch.Tensor, communicator: dist.ProcessGroup) -> dist.Work:
+        return original(kept, part.view(-1), op, communicator, True)
+
+    return _start_parts(start, outputs, inputs, groups, async_op)
+
+
+def split_all_to_all(
+    original: Callable,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Handle:
+    """Send each rank its rows, by parts of what goes to it.
+
+    Where ranks get different numbers of rows, the rows are split. Such a message is split whatever its size:
+    the ranks do not know the size of each other's.
+
+    Args:
+        original: torch's function.
+        output, input, output_split_sizes, input_split_sizes, group, async_op: its arguments.
+    """
+    sizes = (output_split_sizes, input_split_sizes)
+    has_equal_parts = sizes == (None, None)
+    has_long_rows = input.dim() == 2 and input.shape[1] >= SHORTEST_ROW
+    groups: Groups = []
+    if has_equal_parts:
+        groups = _groups_for(input, group, output)
+    elif has_long_rows and input.dtype != torch.uint8:
+        groups = _groups_of(group) or []
+    if not groups:
+        return _collect(original(output, input, *sizes, group, async_op), async_op)
+    if has_equal_parts:
+        ranks = groups[0].size()
+        input = input.view(ranks, -1)
+        output = output.view(ranks, -1)
+    inputs = input.tensor_split(len(groups), dim=1)
+    outputs = output.tensor_split(len(groups), dim=1)
+
+    def start(
+        received: torch.Tensor, part: torch.Tensor, communicator: dist.ProcessGroup
+    ) -> dist.Work:
+        return original(received, part, *sizes, communicator, True)
+
+    return _start_parts(start, outputs, inputs, groups, async_op)

@@ -49,18 +49,20 @@ FULL_SIZE = {
 
 
 def parameters(args) -> float:
-    """Of the model that Megatron's arguments describe, by its own count and with learned positions."""
+    """Parameters of the model that Megatron's arguments describe, with learned positions."""
     from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-    sizes = ("tensor_model", "pipeline_model", "expert_tensor", "expert_model")
-    alone = {"world_size": 1, "use_distributed_optimizer": False} | {
-        f"{one}_parallel_size": 1 for one in sizes
-    }
-    counted = (
-        compute_weight_and_optimizer_memory(Namespace(**vars(args) | alone)) / 18
-    )  # bytes of each
-    learned = args.position_embedding_type == "learned_absolute"
-    return counted + learned * args.max_position_embeddings * args.hidden_size
+    on_one_rank = Namespace(**vars(args))
+    on_one_rank.world_size = 1
+    on_one_rank.use_distributed_optimizer = False
+    for size in ("tensor_model", "pipeline_model", "expert_tensor", "expert_model"):
+        setattr(on_one_rank, f"{size}_parallel_size", 1)
+    bytes_of_a_parameter = 18  # weight, gradient, master and two moments
+    count = compute_weight_and_optimizer_memory(on_one_rank) / bytes_of_a_parameter
+    if args.position_embedding_type == "learned_absolute":
+        # Megatron's count leaves them out.
+        count += args.max_position_embeddings * args.hidden_size
+    return count
 
 
 def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[str, dict]:
@@ -73,18 +75,21 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
     from megatron.compression.frontends.megatron_lm.enable import adapt_arguments, add_arguments
     from megatron.compression.huggingface.models import add_qwen_arguments, expand
 
+    def add_all_arguments(parser):
+        return add_qwen_arguments(add_arguments(parser))
+
     results = {}
     for name, words in lines.items():
-        launch, flags = words[: words.index("PRETRAIN")], words[words.index("PRETRAIN") + 1 :]
-        processes, nodes = (
-            int(launch[launch.index(o) + 1]) for o in ("--nproc_per_node", "--nnodes")
-        )
+        entrypoint = words.index("PRETRAIN")
+        launch = words[:entrypoint]
+        flags = words[entrypoint + 1 :]
+        processes = int(launch[launch.index("--nproc_per_node") + 1])
+        nodes = int(launch[launch.index("--nnodes") + 1])
         os.environ["WORLD_SIZE"] = str(processes * nodes)
-        qwen = "--qwen-model" in flags
-        sys.argv = ["pretrain.py", *(expand(flags)[0] if qwen else flags)]
-        args = parse_args(
-            (lambda parser: add_qwen_arguments(add_arguments(parser))) if qwen else add_arguments
-        )
+        if "--qwen-model" in flags:
+            flags, _ = expand(flags)
+        sys.argv = ["pretrain.py", *flags]
+        args = parse_args(add_all_arguments)
         validate_args(args)
         adapt_arguments(args)
         args.padded_vocab_size = args.vocab_size
@@ -101,11 +106,10 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
             "experts": (transformer.num_moe_experts, transformer.moe_router_topk),
             "dp": args.data_parallel_size,
             "specs": [
-                *(
-                    getattr(compression, f"{part}_parallel").compression
-                    for part in ("tensor", "pipeline")
-                ),
-                *(compression.data_parallel.compression, compression.data_parallel.weights),
+                compression.tensor_parallel.compression,
+                compression.pipeline_parallel.compression,
+                compression.data_parallel.compression,
+                compression.data_parallel.weights,
             ],
             "least_mb": compression.tensor_parallel.min_bytes / 2**20,
             "fraction": compression.caat_net.sync_fraction,
@@ -119,11 +123,12 @@ def validate(rank: int, world_size: int, lines: dict[str, list[str]]) -> dict[st
 
 def environment(**variables: str) -> dict[str, str]:
     """This environment with the interpreter's torchrun first, without what a launcher may have set."""
-    inherited = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "TINY")
-    }
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return inherited | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
+    result = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "TINY"):
+        result.pop(name, None)
+    result["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result["OMP_NUM_THREADS"] = "1"
+    return result | variables
 
 
 def fake(directory: Path, name: str, body: str) -> None:
@@ -135,8 +140,8 @@ def fake(directory: Path, name: str, body: str) -> None:
 
 def printed(words: list, env: dict[str, str], folder: Path) -> list[str]:
     """The lines that a command prints, which has to succeed."""
-    how = dict(env=env, cwd=folder, capture_output=True, text=True, check=True)
-    return subprocess.run(words, **how).stdout.splitlines()
+    done = subprocess.run(words, env=env, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 def command_line(tmp_path: Path, script: str, *flags: str, **variables: str) -> list[str]:
@@ -160,20 +165,40 @@ def validated(tmp_path_factory) -> dict:
         for size in ("MOCK", "TINY")
     }
     lines[GPT3, "GRAPHS"] = command_line(folder, GPT3, MOCK="1", GRAPHS="1")
-    captured = ["--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad"]
-    assert set(captured) == set(lines[GPT3, "GRAPHS"]) - set(lines[GPT3, "MOCK"])
     return spawn(validate, 1, lines)[0]
 
 
 @pytest.mark.parametrize("script", FULL_SIZE)
-def test_flags_describe_the_published_model_or_a_tiny_one(validated, script):
-    full, tiny = validated[script, "MOCK"], validated[script, "TINY"]
-    size, *more, spec = FULL_SIZE[script]
-    assert full["parameters"] == pytest.approx(size, rel=0.01)
-    assert [full[key] for key in ("layers", "tp", "ep", "experts")] == more
-    assert (full["implementation"], full["specs"]) == ("local", [spec, *["none"] * 3])
-    assert tiny["parameters"] < 1e6 and (tiny["layers"], tiny["train_iters"]) == (2, 20)
-    assert (tiny["tp"], tiny["ep"]) == ((1, 2) if "experts" in script else (2, 1))
+def test_flags_describe_the_published_model(validated, script):
+    full = validated[script, "MOCK"]
+    published_size, layers, tp, ep, experts, spec = FULL_SIZE[script]
+    assert full["parameters"] == pytest.approx(published_size, rel=0.01)
+    assert (full["layers"], full["tp"], full["ep"]) == (layers, tp, ep)
+    assert full["experts"] == experts
+    assert full["implementation"] == "local"
+    assert full["specs"] == [spec, "none", "none", "none"]
+
+
+@pytest.mark.parametrize("script", FULL_SIZE)
+def test_a_tiny_model_fits_a_laptop(validated, script):
+    """Two layers on two processes; mixtures of experts spread their experts over them."""
+    tiny = validated[script, "TINY"]
+    assert tiny["parameters"] < 1e6
+    assert (tiny["layers"], tiny["train_iters"]) == (2, 20)
+    if "experts" in script:
+        assert (tiny["tp"], tiny["ep"]) == (1, 2)
+    else:
+        assert (tiny["tp"], tiny["ep"]) == (2, 1)
+
+
+def test_graphs_add_what_a_capture_needs(tmp_path):
+    eager = command_line(tmp_path, GPT3, MOCK="1")
+    captured = command_line(tmp_path, GPT3, MOCK="1", GRAPHS="1")
+    assert set(captured) - set(eager) == {
+        "--cuda-graph-impl",
+        "full_iteration",
+        "--no-check-for-nan-in-loss-and-grad",
+    }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -183,12 +208,17 @@ def test_a_run_asks_for_its_data(tmp_path, script):
         env = slurm(tmp_path)
         fake(tmp_path, "torchrun", "echo started")
         done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 2 and "started" not in done.stdout
-        assert done.stderr.startswith(
-            "error: DATA_PATH is not set: give the prefix of an indexed dataset ("
-        )
-    tried = command_line(tmp_path, script, MOCK="1", CHECKPOINT_PATH="real", **DATA)
-    assert "--mock-data" in tried and not {"--save", "--load", "--data-path"} & set(tried)
+        assert done.returncode == 2
+        assert "started" not in done.stdout
+        message = "error: DATA_PATH is not set: give the prefix of an indexed dataset ("
+        assert done.stderr.startswith(message)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_trial_on_mock_data_touches_no_checkpoint(tmp_path, script):
+    words = command_line(tmp_path, script, MOCK="1", CHECKPOINT_PATH="real", **DATA)
+    assert "--mock-data" in words
+    assert not {"--save", "--load", "--data-path"} & set(words)
 
 
 def test_extra_flags_come_last_and_paths_are_kept_whole(tmp_path):
@@ -297,20 +327,22 @@ def test_a_preempted_job_goes_on_where_it_stopped(tmp_path):
         CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
         **variables,
     )
-    seen: list[list[int]] = [[0]]
+    iterations: list[list[int]] = [[0]]  # of each job
     for _ in range(2):
         job = launched(["bash", SLURM, LLAMA3], env)
         try:
-            job.wait_for(f"iteration {seen[-1][-1] + 3:8}/", timeout=100)
+            # Three iterations after the last one of the job before.
+            job.wait_for(f"iteration {iterations[-1][-1] + 3:8}/", timeout=100)
             job.processes[0].send_signal(signal.SIGTERM)
             run = job.finish(100)
         finally:
             job.kill()
         assert run.returncode == 0, run.output[-4000:]
-        seen.append([int(number) for number in re.findall(r"iteration +(\d+)/", run.output)])
+        numbers = re.findall(r"iteration +(\d+)/", run.output)
+        iterations.append([int(number) for number in numbers])
         newest = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-        assert newest == seen[-1][-1], "saved at the signal"
-    assert seen[2][0] == seen[1][-1] + 1, "resumed"
+        assert newest == iterations[-1][-1], "saved at the signal"
+    assert iterations[2][0] == iterations[1][-1] + 1, "resumed"
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 12345"] * 2
 
 

@@ -1,10 +1,12 @@
 """The four ways in: an unedited entrypoint, two lines in one's own, ours, and a loop without Megatron's."""
 
 import functools
+import math
 import os
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -39,9 +41,8 @@ COMPRESSED = {
 def train(flags: str, script: str = "pretrain_gpt.py", **options) -> Run:
     """Three iterations, on the ranks that the layout takes."""
     words = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
-    ranks = (
-        2 if flags.startswith(TP) and flags.count("parallel-size") == 1 and DP not in flags else 4
-    )
+    # A second kind of parallelism beside two tensor-parallel ranks.
+    ranks = 4 if PP in flags or DP in flags else 2
     return pretrain(*words, ranks=ranks, script=script, **options)
 
 
@@ -81,11 +82,13 @@ def test_two_lines() -> None:
     ours = by_ours(flags)
     assert run.losses == ours.losses
     for rank in run.ranks:
-        plain = dict.fromkeys(("warmup", "compressed"), 0)
+        uncompressed_bytes = {"warmup": 0, "compressed": 0}
         for row in rank.ledger:
             if row["traffic"] in TENSOR:
-                plain[row["kind"]] += row["plain_bytes"]
-        assert plain["warmup"] == 2 * plain["compressed"] > 0, "two iterations of three"
+                uncompressed_bytes[row["kind"]] += row["plain_bytes"]
+        assert uncompressed_bytes["compressed"] > 0
+        # Two iterations of three.
+        assert uncompressed_bytes["warmup"] == 2 * uncompressed_bytes["compressed"]
 
 
 def test_the_command_of_the_first_way(tmp_path: Path) -> None:
@@ -142,67 +145,106 @@ def test_a_linear_of_ones_own_is_named_by_the_audit() -> None:
     assert sent <= said < sent + 1000, "and a few scalars"
 
 
-def loop_worker(rank: int, world_size: int, tensor: int, pipeline: int, folder: str) -> dict:
+@dataclass
+class LoopOfARank:
+    """What one rank of a loop over megatron-core has seen."""
+
+    losses: list
+    """Of three iterations; None where the rank is not on the last stage."""
+    sent: dict
+    """Bytes that c10d was given in the first two, by kind of parallelism."""
+    counted: dict
+    """Bytes that the ledger has counted in them."""
+    kinds: set[tuple[str, str]]
+    """(traffic, kind) of the ledger's rows."""
+    resumed_loss: list
+    """Of the third iteration, after a resume from the checkpoint behind the second."""
+    resumed_kinds: set[str]
+    """Kinds of what the resumed loop has sent, without scalars."""
+    has_same_parameters: bool
+    """Whether the resumed loop ends in the bits of the loop that went on."""
+
+
+def loop_worker(rank: int, world_size: int, tensor: int, pipeline: int, folder: str) -> LoopOfARank:
     """Three iterations, of which the first goes uncompressed; saved behind the second, and resumed."""
     os.environ["RANK"] = str(rank)
-    from examples.own_loop import COMPRESSED, Loop
-
-    def trained(loop, iterations) -> tuple[list, dict]:
-        with TransportAudit(smallest=64) as audit:
-            losses = [loop.iterate(iteration) for iteration in iterations]
-        return losses, audit.sent
-
-    loop = Loop(tensor, pipeline, COMPRESSED)
-    losses, sent = trained(loop, range(2))
-    rows = loop.compression.ledger.rows()
-    loop.save(Path(folder))
-    third, _ = trained(loop, [2])
     from megatron.core import parallel_state
 
+    from examples.own_loop import COMPRESSED, Loop
+
+    loop = Loop(tensor, pipeline, COMPRESSED)
+    with TransportAudit(smallest=64) as audit:
+        losses = [loop.iterate(0), loop.iterate(1)]
+    rows = loop.compression.ledger.rows()
+    loop.save(Path(folder))
+    losses.append(loop.iterate(2))
+
     parallel_state.destroy_model_parallel()
-    again = Loop(tensor, pipeline, COMPRESSED)
-    again.load(Path(folder))
-    resumed, _ = trained(again, [2])
-    kinds = {
-        row["kind"]
-        for row in again.compression.ledger.rows()
-        if row["sent_bytes"] and not row["traffic"].endswith(".other")
-    }
-    return {
-        "losses": losses,
-        "sent": sent,
-        "counted": total_of(rows),
-        "kinds": {(row["traffic"], row["kind"]) for row in rows},
-        "third": third,
-        "resumed": resumed,
-        "resumed kinds": kinds,
-        "parameters": [
-            torch.equal(mine, other)
-            for mine, other in zip(loop.model.parameters(), again.model.parameters(), strict=True)
-        ],
-    }
-
-
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 2), (2, 1)])
-def test_a_loop_of_ones_own(tmp_path: Path, tensor: int, pipeline: int) -> None:
-    """Way 4 on four ranks: the ledger is what c10d was given, and a resumed loop ends in the same bits."""
-    (tmp_path / "saved").mkdir()
-    ranks = spawn(loop_worker, 4, tensor, pipeline, str(tmp_path / "saved"))
-    expected = {"tp.forward", "tp.backward"} | (
-        {"pp.forward", "pp.backward"} if pipeline > 1 else set()
+    resumed = Loop(tensor, pipeline, COMPRESSED)
+    resumed.load(Path(folder))
+    resumed_loss = resumed.iterate(2)
+    resumed_kinds = set()
+    for row in resumed.compression.ledger.rows():
+        if row["sent_bytes"] and not row["traffic"].endswith(".other"):
+            resumed_kinds.add(row["kind"])
+    parameters = zip(loop.model.parameters(), resumed.model.parameters(), strict=True)
+    return LoopOfARank(
+        losses=losses,
+        sent=audit.sent,
+        counted=total_of(rows),
+        kinds={(row["traffic"], row["kind"]) for row in rows},
+        resumed_loss=resumed_loss,
+        resumed_kinds=resumed_kinds,
+        has_same_parameters=all(torch.equal(first, second) for first, second in parameters),
     )
-    if tensor * pipeline < 4:
-        expected |= {"dp.gradient", "dp.weight"}
-    seen = set()
-    for rank in ranks:
-        assert rank["sent"] == rank["counted"]
-        assert rank["third"] == rank["resumed"] and all(rank["parameters"])
-        assert rank["resumed kinds"] <= {"compressed"}, "the warm-up is over"
-        seen |= {traffic for traffic, kind in rank["kinds"] if kind == "compressed"}
-        assert {kind for _, kind in rank["kinds"]} <= {"warmup", "compressed", "exact", "off"}
-    assert seen == expected
-    losses = ranks[-1]["losses"] + ranks[-1]["third"]
-    assert all(loss == loss and loss > 0 for loss in losses)
+
+
+LOOPS = {
+    "two stages": (2, 2, {"tp.forward", "tp.backward", "pp.forward", "pp.backward"}),
+    "two replicas": (2, 1, {"tp.forward", "tp.backward", "dp.gradient", "dp.weight"}),
+}
+"""Layouts of four ranks: tensor and pipeline parallel sizes, and what is compressed."""
+
+
+@functools.cache
+def loop_of(layout: str) -> list[LoopOfARank]:
+    """Each rank of a loop; trained once."""
+    tensor, pipeline, _ = LOOPS[layout]
+    with tempfile.TemporaryDirectory() as folder:
+        return spawn(loop_worker, 4, tensor, pipeline, folder)
+
+
+@pytest.mark.parametrize("layout", LOOPS)
+def test_the_ledger_of_a_loop_is_what_was_sent(layout: str) -> None:
+    """Way 4: every byte that c10d was given is counted, and none else."""
+    for rank in loop_of(layout):
+        assert rank.sent == rank.counted
+
+
+@pytest.mark.parametrize("layout", LOOPS)
+def test_a_loop_compresses_all_kinds_of_traffic_of_its_layout(layout: str) -> None:
+    _, _, expected = LOOPS[layout]
+    compressed = set()
+    for rank in loop_of(layout):
+        compressed |= {traffic for traffic, kind in rank.kinds if kind == "compressed"}
+        assert {kind for _, kind in rank.kinds} <= {"warmup", "compressed", "exact", "off"}
+    assert compressed == expected
+
+
+@pytest.mark.parametrize("layout", LOOPS)
+def test_a_resumed_loop_ends_in_the_same_bits(layout: str) -> None:
+    """It also knows that the uncompressed iterations are over."""
+    for rank in loop_of(layout):
+        assert rank.resumed_loss == rank.losses[2]
+        assert rank.has_same_parameters
+        assert rank.resumed_kinds <= {"compressed"}
+
+
+@pytest.mark.parametrize("layout", LOOPS)
+def test_losses_of_a_loop_are_numbers(layout: str) -> None:
+    losses = loop_of(layout)[-1].losses
+    assert len(losses) == 3
+    assert all(math.isfinite(loss) and loss > 0 for loss in losses)
 
 
 @functools.cache
