@@ -79,7 +79,11 @@ class PowerSGDSync(GradientSync):
                 self.vectors.append(span)
 
     def start(self, gradients: torch.Tensor | None = None) -> Work:
-        """Start the first all-reduce. The returned work runs the second, and then writes the sum."""
+        """Start the first all-reduce. The returned work runs the second, and then writes the sum.
+
+        Args:
+            gradients: what to sum, in place; None: the bucket's own.
+        """
         bucket = self.bucket
         if gradients is None:
             gradients = bucket.gradients
