@@ -14,9 +14,11 @@ from megatron.compression.tagc.parts import BitmapPart, SketchPart, parse_layers
 from megatron.compression.tagc.sync import TagcGradientSync
 from taco_kernels.count_sketch import EXACT_LOAD, SketchConfig
 
-DENSEST, SPARSEST = 0.5, 0.98
+DENSEST = 0.5
+SPARSEST = 0.98
 """Sparsities between which the sketch is smaller than the gradients and larger than its index."""
-WARMUP_SHARE, LONGEST_WARMUP = 0.2, 1000
+WARMUP_SHARE = 0.2
+LONGEST_WARMUP = 1000
 """Iterations whose gradients go uncompressed first, of --train-iters, and their most. Not of the paper."""
 BITS = {"packed": (8, 16), "sketch": (16, 32)}
 """By wire."""
@@ -67,26 +69,36 @@ class Tagc(GradientCompressor):
         return TagcGradientSync(bucket, parse_layers(self.layers), part)
 
     def default_start_iteration(self, train_iters: int | None) -> int:
-        """A fifth of the run, at most 1000 iterations; 0 in a run of unknown length."""
+        """Return a fifth of the run, at most 1000 iterations; 0 in a run of unknown length."""
         return min(int(WARMUP_SHARE * (train_iters or 0)), LONGEST_WARMUP)
 
     def sketch(self, bucket: GradientBucket) -> SketchConfig:
-        """With room for the union of the ranks' choices, were they independent: 1.3 values a cell for 4 ranks
-        at 0.8. Ranks that choose less alike agree on sending fewer."""
+        """Return sketches with room for the union of the ranks' choices, were they independent.
+
+        That is 1.3 values a cell for 4 ranks at 0.8. Ranks that choose less alike agree on sending fewer.
+
+        Raises:
+            CompressionConfigError: the sketches would be larger than the gradients.
+        """
         ranks = bucket.topology.world_size
         union = 1 - self.sparsity**ranks
         sketch = SketchConfig(EXACT_LOAD / union, cell_bits=self.bits)
-        bits, own = sketch.cell_bits / sketch.ratio + 1, 8 * bucket.gradients.element_size()
-        if bits >= own:
+        bits = sketch.cell_bits / sketch.ratio + 1
+        uncompressed_bits = 8 * bucket.gradients.element_size()
+        if bits >= uncompressed_bits:
             raise CompressionConfigError(
                 f"{self.name}: sketches of {ranks} ranks have {bits:.2f} bits a value, a "
-                f"gradient {own}; give wire=packed, or more sparsity"
+                f"gradient {uncompressed_bits}; give wire=packed, or more sparsity"
             )
         return sketch
 
     def describe(self) -> str:
-        line = f"each rank leaves out {self.sparsity:g} of its gradients of "
-        line += f"{' and '.join(sorted(parse_layers(self.layers)))} for the next iteration; the others are "
-        return line + (
-            "sent as sketches" if self.wire == "sketch" else f"packed, {self.bits} bits each"
+        layers = " and ".join(sorted(parse_layers(self.layers)))
+        if self.wire == "sketch":
+            sent = "sent as sketches"
+        else:
+            sent = f"packed, {self.bits} bits each"
+        return (
+            f"each rank leaves out {self.sparsity:g} of its gradients of {layers} for the next iteration; "
+            f"the others are {sent}"
         )

@@ -15,6 +15,7 @@ from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
 from taco_kernels import bitmap_sparse, count_sketch
 from taco_kernels.bitmap_sparse import BitmapLayout
+from taco_kernels.common import ceil_div
 from taco_kernels.common.reference import NON_FINITE
 from taco_kernels.count_sketch.selection import share_threshold
 
@@ -26,9 +27,10 @@ LAYERS = {
 """What ``layers`` names, and how their parameters' names are told."""
 
 SMALLEST = 16384
-"""Values of a shard under which hashing is too coarse to be reliable: they go uncompressed."""
+"""Values of a share under which hashing is too coarse to be reliable: they go uncompressed."""
 
 SEED = 0x7A6C
+"""Of the sketches' hashes, the same on all ranks."""
 ROOM = 1.02
 """Room for the union of the ranks' choices in a packed sum, over what independent choices need."""
 
@@ -37,14 +39,18 @@ Segment = tuple[int, int]
 
 
 def parse_layers(text: str) -> frozenset[str]:
-    """``mlp+embedding`` or ``all`` as names of LAYERS; all of them mean every matrix, also of other layers.
+    """Parse ``mlp+embedding`` or ``all`` into names of LAYERS.
 
-    Raises: ValueError: something else.
+    All of them mean every matrix, also of other layers.
+
+    Raises:
+        ValueError: something else.
     """
     if text == "all":
         return frozenset(LAYERS)
     names = frozenset(text.split("+"))
-    if unknown := sorted(names - set(LAYERS)):
+    unknown = sorted(names - set(LAYERS))
+    if unknown:
         raise ValueError(
             f"layers={text}: {', '.join(map(repr, unknown))} is unknown; give {', '.join(LAYERS)}, joined by "
             "+, or all"
@@ -53,10 +59,13 @@ def parse_layers(text: str) -> frozenset[str]:
 
 
 def is_compressed(span: ParameterSpan, layers: frozenset[str]) -> bool:
-    """Whether a parameter is a matrix of one of ``layers``."""
-    name, everything = "." + span.name, layers == LAYERS.keys()
-    named = everything or any(part in name for layer in layers for part in LAYERS[layer])
-    return named and span.parameter.dim() > 1
+    """Return whether a parameter is a matrix of one of ``layers``."""
+    if span.parameter.dim() <= 1:
+        return False
+    if layers == LAYERS.keys():
+        return True
+    name = "." + span.name
+    return any(part in name for layer in layers for part in LAYERS[layer])
 
 
 @dataclass(frozen=True)
@@ -73,33 +82,55 @@ class Share:
 
 
 def numel_of(segments: Iterable[Segment]) -> int:
-    """Values in segments."""
+    """Return how many values segments have."""
     return sum(end - begin for begin, end in segments)
 
 
 def shares_of(bucket: GradientBucket, layers: frozenset[str]) -> list[Share]:
-    """The bucket's shares, by owner: with the distributed optimizer its shard; without it equal cuts of the
-    compressed segments, and the first owner stands for all exact ones, which are all-reduced."""
-    compressed = merged((s.start, s.end) for s in bucket.spans if is_compressed(s, layers))
-    exact = merged((s.start, s.end) for s in bucket.spans if not is_compressed(s, layers))
-    world = bucket.topology.world_size
+    """Cut a bucket into shares, one for each rank.
+
+    With the distributed optimizer a rank's share is its shard. Without it the compressed segments are joined
+    and cut into equal pieces, and the first owner stands for all exact ones, which are all-reduced:
+
+        bucket          | C  | E | C      | E |        C compressed, E exact
+        sharded         | rank 0    | rank 1  |
+        not sharded     | rank 0   | rank 1    |       of the C end to end; E is rank 0's
+
+    A share of fewer than SMALLEST compressed values has none.
+    """
+    compressed = merged(
+        (span.start, span.end) for span in bucket.spans if is_compressed(span, layers)
+    )
+    exact = merged(
+        (span.start, span.end) for span in bucket.spans if not is_compressed(span, layers)
+    )
+    ranks = bucket.topology.world_size
     if bucket.sharded:
-        size = bucket.numel // world
-        shares = []
-        for cut in [(owner * size, owner * size + size) for owner in range(world)]:
-            share = Share(clipped(compressed, *cut), clipped(exact, *cut))
-            large = share.compressed_numel >= SMALLEST
-            shares.append(share if large else Share((), merged([*share.compressed, *share.exact])))
-        return shares
-    piece = -(-numel_of(compressed) // world)
+        size = bucket.numel // ranks
+        return [_share_between(compressed, exact, rank * size, size) for rank in range(ranks)]
+    piece = ceil_div(numel_of(compressed), ranks)
     if piece < SMALLEST:
-        compressed, exact = (), merged([*compressed, *exact])
-    parts = [cut_out(compressed, owner * piece, owner * piece + piece) for owner in range(world)]
-    return [Share(part, () if owner else exact) for owner, part in enumerate(parts)]
+        exact = merged([*compressed, *exact])
+        compressed = ()
+    shares = []
+    for owner in range(ranks):
+        own_piece = cut_out(compressed, owner * piece, owner * piece + piece)
+        shares.append(Share(own_piece, exact if owner == 0 else ()))
+    return shares
+
+
+def _share_between(
+    compressed: Iterable[Segment], exact: Iterable[Segment], begin: int, size: int
+) -> Share:
+    """Return the share that is a shard of the bucket."""
+    share = Share(clipped(compressed, begin, begin + size), clipped(exact, begin, begin + size))
+    if share.compressed_numel >= SMALLEST:
+        return share
+    return Share((), merged([*share.compressed, *share.exact]))
 
 
 def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Sorted, with neighbours joined."""
+    """Return segments sorted, with neighbours joined and empty ones left out."""
     result: list[Segment] = []
     for begin, end in sorted(segments):
         if result and result[-1][1] == begin:
@@ -110,24 +141,39 @@ def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def clipped(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
-    """What lies between two positions of the bucket."""
-    inside = ((max(b, begin), min(e, end)) for b, e in segments)
-    return tuple((b, e) for b, e in inside if e > b)
+    """Return the parts of segments that lie between two positions of the bucket.
+
+    Args:
+        segments: sorted.
+        begin: the first position.
+        end: the one after the last.
+    """
+    inside = [(max(first, begin), min(last, end)) for first, last in segments]
+    return tuple((first, last) for first, last in inside if last > first)
 
 
 def cut_out(segments: Iterable[Segment], begin: int, end: int) -> tuple[Segment, ...]:
-    """Values ``begin`` to ``end`` of the segments joined end to end."""
-    result, passed = [], 0
-    for b, e in segments:
-        low, high = max(begin - passed, 0), min(end - passed, e - b)
+    """Return the parts of segments that hold some of their values.
+
+    Args:
+        segments: sorted; their values are numbered from 0, end to end.
+        begin: the number of the first value.
+        end: the one after the last.
+    """
+    result: list[Segment] = []
+    passed = 0
+    for first, last in segments:
+        size = last - first
+        low = max(begin - passed, 0)
+        high = min(end - passed, size)
         if high > low:
-            result.append((b + low, b + high))
-        passed += e - b
+            result.append((first + low, first + high))
+        passed += size
     return tuple(result)
 
 
 class Part:
-    """Shares of one size, of these ranks."""
+    """Shares of one size, of these ranks: what is encoded together."""
 
     sum_bytes: int
     """Of the wire of all ranks' sum."""
@@ -138,31 +184,54 @@ class Part:
         """fp32 ``[owners, numel]``, in units of the gradients' sum, before scaling."""
 
     def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Take gradients ``[owners, numel]`` of any float type, and add the memory to them; metadata uint8
-        ``[owners, n]`` to be maximised over the ranks, or None."""
+        """Take gradients ``[owners, numel]`` of any float type, and add the memory to them.
+
+        Returns:
+            Metadata uint8 ``[owners, n]``, to be maximised over the ranks; None: there is nothing to agree on.
+        """
         self.values = self.memory + values
         return None
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
-        """Wires uint8 ``[owners, bytes]``; what they leave out is remembered."""
+        """Return wires uint8 ``[owners, bytes]``; what they leave out is remembered.
+
+        ``metadata`` is what ``add_memory`` gave, maximised.
+        """
         raise NotImplementedError
 
-    def add_up(self, wires: torch.Tensor, owner: int, of: int, to: int) -> torch.Tensor:
-        """The wire of a sum over ``to`` ranks, from uint8 ``[S, bytes]``, sums over ``of`` ranks each."""
+    def add_up(self, wires: torch.Tensor, owner: int, ranks: int, ranks_after: int) -> torch.Tensor:
+        """Return the wire of a sum, uint8 ``[bytes]``.
+
+        Args:
+            wires: uint8 ``[S, bytes]``, what is added up.
+            owner: whose share it is.
+            ranks: how many ranks each of the wires is the sum of.
+            ranks_after: how many the result is the sum of.
+        """
         raise NotImplementedError
 
-    def decode(self, wires: torch.Tensor, owner: int, of: int) -> torch.Tensor:
-        """fp32 ``[numel]``: the sum over all ranks, from the wires of sums over ``of`` ranks each."""
+    def decode(self, wires: torch.Tensor, owner: int, ranks: int) -> torch.Tensor:
+        """Return fp32 ``[numel]``: the sum over all ranks.
+
+        Args:
+            wires: uint8 ``[S, bytes]``, what is added up.
+            owner: whose share it is.
+            ranks: how many ranks each of the wires is the sum of.
+        """
         raise NotImplementedError
 
-    def _remember(self, left: torch.Tensor, exponents: torch.Tensor) -> None:
+    def _remember(self, left_out: torch.Tensor, exponents: torch.Tensor) -> None:
         """Remember what was left out, unless an exponent says that the step is skipped for a NaN or an
         infinity."""
-        self.memory = torch.where((exponents == NON_FINITE).any(), self.memory, left)
+        is_skipped = (exponents == NON_FINITE).any()
+        self.memory = torch.where(is_skipped, self.memory, left_out)
 
 
 class SketchPart(Part):
-    """Sketches: they add up without being decoded. A rank sends at most the share ``keep`` of its values."""
+    """Sketches, which add up without being decoded.
+
+    Every rank chooses by the same rule, agreed on by metadata: see ``count_sketch.selection``.
+    """
 
     def __init__(
         self,
@@ -173,30 +242,46 @@ class SketchPart(Part):
         keep: float,
         config: count_sketch.SketchConfig,
     ) -> None:
+        """Prepare shares.
+
+        Args:
+            owners: ranks whose shares these are.
+            numel: values of a share.
+            device: where the memory is.
+            topology: the ranks whose gradients are added up.
+            keep: the largest share of its values that a rank sends.
+            config: of the sketches.
+        """
         super().__init__(owners, numel, device)
-        self.keep, self.senders = keep, topology.world_size
+        self.keep = keep
+        self.senders = topology.world_size
         self.layout = count_sketch.SketchLayout(config, numel)
         self.sum_bytes = self.layout.wire_bytes
 
     def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
         super().add_memory(values)
         self.thresholds, classes = count_sketch.candidates(self.values, self.keep)
-        return torch.cat([count_sketch.row_exponents(self.values, self.layout), classes], dim=1)
+        exponents = count_sketch.row_exponents(self.values, self.layout)
+        return torch.cat([exponents, classes], dim=1)
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
         rows = self.layout.rows
-        self.exponents, classes = metadata[:, :rows].contiguous(), metadata[:, rows:]
+        self.exponents = metadata[:, :rows].contiguous()
+        classes = metadata[:, rows:]
         threshold = count_sketch.choose(self.thresholds, classes, self.layout.exact_density)
-        values, self.values, self.thresholds = self.values, None, None
-        about = self.layout, self.senders, SEED
-        wires = count_sketch.encode(values, threshold, self.exponents, *about, values)
+        values, self.values, self.thresholds = self.values, None, None  # memory of one iteration
+        # what is not sent is left in ``values``
+        wires = count_sketch.encode(
+            values, threshold, self.exponents, self.layout, self.senders, SEED, values
+        )
         self._remember(values, self.exponents)
         return wires
 
-    def add_up(self, wires: torch.Tensor, owner: int, of: int, to: int) -> torch.Tensor:
-        return count_sketch.pack(*count_sketch.combine(wires, self.layout), self.layout)
+    def add_up(self, wires: torch.Tensor, owner: int, ranks: int, ranks_after: int) -> torch.Tensor:
+        cells, words = count_sketch.combine(wires, self.layout)
+        return count_sketch.pack(cells, words, self.layout)
 
-    def decode(self, wires: torch.Tensor, owner: int, of: int) -> torch.Tensor:
+    def decode(self, wires: torch.Tensor, owner: int, ranks: int) -> torch.Tensor:
         cells, words = count_sketch.combine(wires, self.layout)
         exponents = self.exponents[self.owners.index(owner)]
         return count_sketch.decode(cells, words, exponents, self.layout, self.senders, SEED).values
@@ -214,33 +299,46 @@ class BitmapPart(Part):
         keep: float,
         bits: int,
     ) -> None:
+        """Prepare shares.
+
+        Args:
+            owners: ranks whose shares these are.
+            numel: values of a share.
+            device: where the memory is.
+            topology: the ranks whose gradients are added up.
+            keep: the share of its values that a rank sends.
+            bits: of a value.
+        """
         super().__init__(owners, numel, device)
         self.layout = BitmapLayout(numel, keep, bits)
         self.layouts = {1: self.layout}
         """Of sums, by how many ranks they are over."""
         for ranks in {topology.local, topology.world_size} - {1}:
-            share = min(1.0, ROOM * (1 - (1 - keep) ** ranks))
-            self.layouts[ranks] = BitmapLayout(numel, share, bits)
+            # of independent choices: a value is in the union unless every rank leaves it out
+            union = 1 - (1 - keep) ** ranks
+            self.layouts[ranks] = BitmapLayout(numel, min(1.0, ROOM * union), bits)
         self.sum_bytes = self.layouts[topology.world_size].wire_bytes
 
     def encode(self, metadata: torch.Tensor | None) -> torch.Tensor:
-        values, self.values = self.values, None
-        wires = bitmap_sparse.encode(
-            values, share_threshold(values, self.layout.share), self.layout, values
-        )
-        self._remember(values, wires[:, self.layout.exponents_at :][:, : self.layout.rows])
+        values, self.values = self.values, None  # memory of one iteration
+        threshold = share_threshold(values, self.layout.share)
+        # what is not sent is left in ``values``
+        wires = bitmap_sparse.encode(values, threshold, self.layout, values)
+        exponents = wires[:, self.layout.exponents_at :][:, : self.layout.rows]
+        self._remember(values, exponents)
         return wires
 
-    def add_up(self, wires: torch.Tensor, owner: int, of: int, to: int) -> torch.Tensor:
-        """As ``Part.add_up``; what the wire leaves out, this rank remembers."""
-        total, layout = bitmap_sparse.decode_sum(wires, self.layouts[of])[None], self.layouts[to]
+    def add_up(self, wires: torch.Tensor, owner: int, ranks: int, ranks_after: int) -> torch.Tensor:
+        """Return a sum's wire, as ``Part.add_up``; what it leaves out, this rank remembers."""
+        total = bitmap_sparse.decode_sum(wires, self.layouts[ranks])[None]
+        layout = self.layouts[ranks_after]
         # zero where the union has room, else the least that has: ranks may choose less alike than by chance
         threshold = share_threshold(total, layout.share)
         wire = bitmap_sparse.encode(total, threshold, layout, total)
         row = self.memory[self.owners.index(owner)]
-        more = row + total[0]
-        row.copy_(torch.where(more.isfinite(), more, row))
+        remembered = row + total[0]
+        row.copy_(torch.where(remembered.isfinite(), remembered, row))
         return wire[0]
 
-    def decode(self, wires: torch.Tensor, owner: int, of: int) -> torch.Tensor:
-        return bitmap_sparse.decode_sum(wires, self.layouts[of])
+    def decode(self, wires: torch.Tensor, owner: int, ranks: int) -> torch.Tensor:
+        return bitmap_sparse.decode_sum(wires, self.layouts[ranks])

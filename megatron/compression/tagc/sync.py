@@ -2,11 +2,19 @@
 
 Source: TAGC (arXiv 2504.05638) over LHC (arXiv 2402.07529). A reduction takes two exchanges:
 
-1. Metadata of sketches: the exponents that fix a common grid, and classes of sampled magnitudes, by whose
-   maximum all ranks choose alike (taco_kernels.count_sketch.selection).
-2. Payloads, each to the owner of its shard, which adds them up. What is not sent is remembered.
+1. Metadata of sketches: the exponents that fix a common grid, and classes of sampled magnitudes. By their
+   maximum all ranks choose the same share of their largest values, one whose union fits the sketch
+   (taco_kernels.count_sketch.selection).
+2. Payloads, each to the owner of its share, which adds them up. What is not sent, by choice or by rounding,
+   is remembered.
 
 Without the distributed optimizer a third exchange gathers the sums: the same bits everywhere.
+
+A payload is what one rank sends to one owner. Its parts lie end to end, each a multiple of ALIGNMENT bytes:
+
+    | exact values, padded | wire of the compressed values |
+      none without the       none where nothing of the
+      distributed optimizer  share is compressed
 """
 
 from collections.abc import Callable
@@ -24,16 +32,24 @@ from taco_kernels.common import ALIGNMENT
 
 
 class TagcGradientSync(GradientSync):
-    """A ``GradientSync`` by sparsification; ``make`` makes the ``Part`` of (owners, numel, device,
-    topology)."""
+    """A ``GradientSync`` by sparsification."""
 
     def __init__(
         self, bucket: GradientBucket, layers: frozenset[str], make: Callable[..., Part]
     ) -> None:
+        """Cut a bucket into shares.
+
+        Args:
+            bucket: what is summed.
+            layers: names of ``LAYERS`` whose matrices are compressed.
+            make: makes the ``Part`` of (owners, numel, device, topology).
+        """
         self.bucket = bucket
         self.shares: list[Share] = shares_of(bucket, layers)
-        sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
+        """By owner."""
         self.parts: list[Part] = []
+        """One for each size of a share's compressed values, the largest first."""
+        sizes = sorted({share.compressed_numel for share in self.shares} - {0}, reverse=True)
         for size in sizes:
             owners = [
                 owner for owner, share in enumerate(self.shares) if share.compressed_numel == size
@@ -47,118 +63,159 @@ class TagcGradientSync(GradientSync):
         compressed = sum(share.compressed_numel for share in self.shares)
         if compressed:
             bucket.record_plain(compressed * flat.element_size())
-        exact, exact_work = None, None
-        if not bucket.sharded and self.shares[0].exact:
-            exact = gathered(flat, self.shares[0].exact)
+        # Without the distributed optimizer the exact values are one all-reduce, in their own type.
+        segments = () if bucket.sharded else self.shares[0].exact
+        exact = None
+        exact_work = None
+        if segments:
+            exact = gathered(flat, segments)
             exact_work = bucket.all_reduce(exact, "excluded")
-        metadata = [
-            part.add_memory(rows_of(flat, [self.shares[owner].compressed for owner in part.owners]))
-            for part in self.parts
-        ]
-        work = None
-        if sizes := [
-            one.numel() for one in metadata if one is not None
-        ]:  # of sketches: of all parts
-            joined = torch.cat([one.view(-1) for one in metadata])
-            metadata = [
-                part.view_as(one) for part, one in zip(joined.split(sizes), metadata, strict=True)
-            ]
-            work = bucket.all_reduce(joined, op=dist.ReduceOp.MAX)
-        if work is None and exact is None:
+        metadata, agreement = self._agree(flat)
+        if agreement is None and exact is None:
             return self._send(flat, metadata)  # nothing to wait for before the payloads
 
         def send() -> Work | Tensor:
             if exact is not None:
                 exact_work.wait()
-                scattered(exact, flat, self.shares[0].exact, bucket.scale)
-            return self._send(flat, metadata) if self.parts or bucket.sharded else flat
+                scattered(exact, flat, segments, bucket.scale)
+            if not self.parts and not bucket.sharded:
+                return flat
+            return self._send(flat, metadata)
 
-        return Work(work, send)
+        return Work(agreement, send)
+
+    def _agree(self, flat: Tensor) -> tuple[list[Tensor | None], Work | dist.Work | None]:
+        """Give the parts their gradients, and start to agree on what is chosen.
+
+        Returns:
+            The metadata of each part, None where it needs none; and the all-reduce that maximises them in
+            place, of all parts together, or None.
+        """
+        metadata: list[Tensor | None] = []
+        for part in self.parts:
+            rows = rows_of(flat, [self.shares[owner].compressed for owner in part.owners])
+            metadata.append(part.add_memory(rows))
+        asked = [values for values in metadata if values is not None]
+        if not asked:  # the parts of a sync are of one kind: all ask, or none
+            return metadata, None
+        joined = torch.cat([values.view(-1) for values in asked])
+        pieces = joined.split([values.numel() for values in asked])
+        views = [piece.view_as(values) for piece, values in zip(pieces, asked, strict=True)]
+        return [*views], self.bucket.all_reduce(joined, op=dist.ReduceOp.MAX)
 
     def _send(self, flat: Tensor, metadata: list[Tensor | None]) -> Work:
-        """Send every owner what it adds up; see the head of the file."""
+        """Send every owner its payload."""
         bucket = self.bucket
-        wires = [part.encode(own) for part, own in zip(self.parts, metadata, strict=True)]
-        wire_of = {
-            owner: row
-            for part, rows in zip(self.parts, wires, strict=True)
-            for owner, row in zip(part.owners, rows, strict=True)
-        }
-        payloads, exact_bytes = [], []
+        topology = bucket.topology
+        wire_of: dict[int, Tensor] = {}
+        for part, agreed in zip(self.parts, metadata, strict=True):
+            for owner, wire in zip(part.owners, part.encode(agreed), strict=True):
+                wire_of[owner] = wire
+        payloads = []
+        exact_bytes = []
         for owner, share in enumerate(self.shares):
             exact = gathered(flat, share.exact) if bucket.sharded and share.exact else None
             payload, size = joined_payload(exact, wire_of.get(owner), flat)
             payloads.append(payload)
             exact_bytes.append(size)
-        topology = bucket.topology
         if topology.two_hops:
             return self._inside_node(flat, payloads, exact_bytes)
         received, work = start_to_owners(payloads, exact_bytes, bucket)
-        own = exact_bytes[topology.rank]
-        return Work(work, lambda: self._finish(flat, received, own, flat.dtype, 1))
+        exact_here = exact_bytes[topology.rank]
+        return Work(work, lambda: self._finish(flat, received, exact_here, flat.dtype, 1))
 
     def _inside_node(self, flat: Tensor, payloads: list[Tensor], exact_bytes: list[int]) -> Work:
-        """Give each rank of the node what goes to the ranks with its index, to add it up first: a sum is less
-        between nodes than all that is in it."""
-        bucket, topology = self.bucket, self.bucket.topology
-        of_index = [
+        """Sum inside the node first: a sum is less between nodes than all that is in it.
+
+        Each rank of the node is given what goes to the ranks with its index, on every node. A sum of sketches
+        is as large as one of them, a sum of packed values as their union.
+
+        Args:
+            flat: ``[numel]``, the gradients, where the sum goes.
+            payloads: by owner.
+            exact_bytes: how many bytes of each are exact values.
+        """
+        bucket = self.bucket
+        topology = bucket.topology
+        owners_of_index = [
             range(index, topology.world_size, topology.local) for index in range(topology.local)
         ]
         received, work = start_to_owners(
-            [torch.cat([payloads[owner] for owner in owners]) for owners in of_index],
-            [sum(exact_bytes[owner] for owner in owners) for owners in of_index],
+            [torch.cat([payloads[owner] for owner in owners]) for owners in owners_of_index],
+            [sum(exact_bytes[owner] for owner in owners) for owners in owners_of_index],
             bucket,
             INTRA,
         )
 
         def between_nodes() -> Work:
-            sums, sizes, position = [], [], 0
-            for owner in of_index[topology.index]:
+            sums = []
+            sum_exact_bytes = []
+            position = 0
+            for owner in owners_of_index[topology.index]:
                 end = position + payloads[owner].numel()
-                rows, share = received[:, position:end], self.shares[owner]
-                exact = wire = None
-                if exact_bytes[owner]:
-                    exact = exact_sum(rows, numel_of(share.exact), flat.dtype)
-                if share.compressed:
-                    wires = rows[:, exact_bytes[owner] :]
-                    wire = self.part_of[owner].add_up(wires, owner, 1, topology.local)
-                payload, size = joined_payload(exact, wire, flat)
+                payload, size = self._node_sum(
+                    received[:, position:end], owner, exact_bytes[owner], flat
+                )
                 sums.append(payload)
-                sizes.append(size)
+                sum_exact_bytes.append(size)
                 position = end
-            arrived, work = start_to_owners(sums, sizes, bucket, INTER)
-            own = sizes[topology.rank // topology.local]
+            arrived, work = start_to_owners(sums, sum_exact_bytes, bucket, INTER)
+            node = topology.rank // topology.local
+            exact_here = sum_exact_bytes[node]
             return Work(
-                work, lambda: self._finish(flat, arrived, own, torch.float32, topology.local)
+                work,
+                lambda: self._finish(flat, arrived, exact_here, torch.float32, topology.local),
             )
 
         return Work(work, between_nodes)
 
+    def _node_sum(
+        self, rows: Tensor, owner: int, exact_bytes: int, flat: Tensor
+    ) -> tuple[Tensor, int]:
+        """Add up one owner's payloads of a node, as ``joined_payload``; exact values are fp32 from here on.
+
+        Args:
+            rows: uint8 ``[local, bytes]``, a payload from each rank of the node.
+            owner: whose share it is.
+            exact_bytes: how many bytes of a row are exact values.
+            flat: the gradients, of whose type they are.
+        """
+        share = self.shares[owner]
+        exact = None
+        wire = None
+        if exact_bytes:
+            exact = exact_sum(rows, numel_of(share.exact), flat.dtype)
+        if share.compressed:
+            wires = rows[:, exact_bytes:]
+            local = self.bucket.topology.local
+            wire = self.part_of[owner].add_up(wires, owner, 1, local)
+        return joined_payload(exact, wire, flat)
+
     def _finish(
-        self, flat: Tensor, received: Tensor, exact_bytes: int, dtype: torch.dtype, of: int
+        self, flat: Tensor, received: Tensor, exact_bytes: int, dtype: torch.dtype, ranks: int
     ) -> Tensor | Work:
         """Add up this rank's share.
 
         Args:
             flat: ``[numel]``, the gradients, where the sum goes.
-            received: uint8 ``[S, bytes]``, a row from each sender: exact values, then a wire.
+            received: uint8 ``[S, bytes]``, a payload from each sender.
             exact_bytes: how many bytes of a row are exact values.
             dtype: their type.
-            of: how many ranks' sum each row is.
+            ranks: how many ranks each row is the sum of.
         """
         if not self.bucket.sharded:
-            return self._gather_sums(flat, received, of)
+            return self._gather_sums(flat, received, ranks)
         rank = self.bucket.topology.rank
         share = self.shares[rank]
         if share.exact:
             total = exact_sum(received, numel_of(share.exact), dtype)
             scattered(total, flat, share.exact, self.bucket.scale)
         if share.compressed:
-            total = self.part_of[rank].decode(received[:, exact_bytes:], rank, of)
+            total = self.part_of[rank].decode(received[:, exact_bytes:], rank, ranks)
             self._write(total, flat, rank)
         return self.bucket.shard_of(flat)
 
-    def _gather_sums(self, flat: Tensor, received: Tensor, of: int) -> Work:
+    def _gather_sums(self, flat: Tensor, received: Tensor, ranks: int) -> Work:
         """Add up the wires of this rank's share, as ``_finish``, and gather every owner's sum."""
         topology = self.bucket.topology
         rank = topology.rank
@@ -166,7 +223,7 @@ class TagcGradientSync(GradientSync):
         row = received.new_zeros((1, max(part.sum_bytes for part in self.parts)))
         if rank in self.part_of:
             part = self.part_of[rank]
-            row[0, : part.sum_bytes] = part.add_up(received, rank, of, topology.world_size)
+            row[0, : part.sum_bytes] = part.add_up(received, rank, ranks, topology.world_size)
         sums, work = self.bucket.transport().all_gather(row)
 
         def spread() -> Tensor:
@@ -196,8 +253,12 @@ def start_to_owners(
 
     Args:
         payloads: uint8, by rank of the group; sizes are multiples of ALIGNMENT and may differ.
-        link: as for ``Topology.transport_over``.
-    Returns: uint8 ``[ranks, own bytes]``, row r from rank r, and the work handle.
+        exact_bytes: how many bytes of each are exact values.
+        bucket: its topology and ledger.
+        link: as for ``Topology.transport_over``: None for all ranks, intra or inter for some.
+
+    Returns:
+        uint8 ``[ranks, bytes]``, what this rank is sent, row r from rank r; and the work handle.
     """
     topology = bucket.topology
     transport = topology.transport_over(link)
@@ -220,31 +281,54 @@ def start_to_owners(
 
 
 def joined_payload(exact: Tensor | None, wire: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
-    """uint8: exact values, zeros up to a multiple of ALIGNMENT, a wire; and the bytes before the wire."""
-    pieces, size = [], 0
+    """Put a payload together.
+
+    Args:
+        exact: values of any type, sent as they are; None: none.
+        wire: uint8, a multiple of ALIGNMENT bytes; None: none.
+        like: a tensor of the payload's device.
+
+    Returns:
+        uint8 ``[bytes]``, and how many of them are before the wire.
+    """
+    pieces = []
+    exact_bytes = 0
     if exact is not None:
         raw = exact.view(torch.uint8)
-        pieces.append(torch.nn.functional.pad(raw, (0, -raw.numel() % ALIGNMENT)))
-        size = pieces[0].numel()
+        padded = torch.nn.functional.pad(raw, (0, -raw.numel() % ALIGNMENT))
+        exact_bytes = padded.numel()
+        pieces.append(padded)
     if wire is not None:
         pieces.append(wire)
-    return (torch.cat(pieces) if pieces else like.new_empty(0, dtype=torch.uint8)), size
+    payload = torch.cat(pieces) if pieces else like.new_empty(0, dtype=torch.uint8)
+    return payload, exact_bytes
 
 
 def exact_sum(rows: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """fp32 ``[numel]``: the values at the front of each sender's bytes, added in the order of the senders."""
+    """Return fp32 ``[numel]``: exact values, added in the order of the senders.
+
+    Args:
+        rows: uint8 ``[S, bytes]``, payloads; the values are at their front.
+        numel: how many values.
+        dtype: their type.
+    """
     return sum_in_order(rows[:, : numel * dtype.itemsize].contiguous().view(dtype))
 
 
 def gathered(flat: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-    """The segments of ``flat`` end to end."""
+    """Return the segments of ``flat`` end to end, a copy."""
     return torch.cat([flat[begin:end] for begin, end in segments])
 
 
 def rows_of(flat: Tensor, segments: list[tuple[Segment, ...]]) -> Tensor:
-    """``[rows, n]``: each row's segments end to end; a view if they lie side by side in ``flat``."""
-    first, size = segments[0][0][0], numel_of(segments[0])
-    if all(row == ((first + i * size, first + (i + 1) * size),) for i, row in enumerate(segments)):
+    """Return ``[rows, n]``: each row's segments end to end; a view if they lie side by side in ``flat``."""
+    first = segments[0][0][0]
+    size = numel_of(segments[0])
+    side_by_side = all(
+        row == ((first + index * size, first + (index + 1) * size),)
+        for index, row in enumerate(segments)
+    )
+    if side_by_side:
         return flat[first : first + len(segments) * size].view(len(segments), size)
     return torch.stack([gathered(flat, row) for row in segments])
 
@@ -252,8 +336,16 @@ def rows_of(flat: Tensor, segments: list[tuple[Segment, ...]]) -> Tensor:
 def scattered(
     values: Tensor, flat: Tensor, segments: tuple[Segment, ...], scale: float = 1.0
 ) -> None:
-    """Write ``values`` times ``scale`` into the segments of ``flat``."""
+    """Write values into the segments of a bucket.
+
+    Args:
+        values: ``[n]``, of all segments end to end.
+        flat: ``[numel]``, the bucket.
+        segments: where they go.
+        scale: what they are multiplied by.
+    """
     position = 0
     for begin, end in segments:
-        torch.mul(values[position : position + end - begin], scale, out=flat[begin:end])
-        position += end - begin
+        size = end - begin
+        torch.mul(values[position : position + size], scale, out=flat[begin:end])
+        position += size
