@@ -40,6 +40,6 @@ def cut_without_mark(
 
 
 def _is_cut(saved: ShardedTensor, data_shards: int) -> bool:
-    """Whether more ranks than those of FSDP2 hold pieces of a tensor."""
+    """Return whether more ranks than those of FSDP2 hold pieces of a tensor."""
     pieces = saved.axis_fragmentations[saved.prepend_axis_num :]
     return any(count > (data_shards if axis == 0 else 1) for axis, count in enumerate(pieces))

@@ -24,70 +24,93 @@ Syncs = list[tuple[GradientSync, GradientBucket]]
 
 
 class GradientMemory:
-    """Puts the memories of this rank's gradient syncs into checkpoints, and restores them. Built
-    collectively; a ``compressor`` of None has no memory."""
+    """Puts the memories of this rank's gradient syncs into checkpoints, and restores them."""
 
-    def __init__(self, compressor: str | None, syncs: Syncs, say: Callable[[str], None]) -> None:
-        self._say, self._compressor = say, compressor
-        self._syncs = syncs if compressor is not None else []
-        layout = layout_of(self._syncs) if compressor is not None else None
-        self._made_by = {"compression": compressor, "layout": layout} if layout else {}
+    def __init__(self, compressor: str | None, syncs: Syncs, log: Callable[[str], None]) -> None:
+        """Note whose memories these are. Collective over all ranks of the job.
+
+        Args:
+            compressor: spec of what compresses gradients; None: nothing with a memory.
+            syncs: every bucket's.
+            log: prints a line.
+        """
+        self._log = log
+        self._compressor = compressor
+        self._syncs: Syncs = []
+        self._made_by: dict[str, Any] = {}
+        if compressor is not None:
+            self._syncs = syncs
+            layout = layout_of(syncs)
+            if layout is not None:
+                self._made_by = {"compression": compressor, "layout": layout}
         self._saved: dict[str, Any] = {}
+        """What the checkpoint that is being loaded says of its memories."""
         self._requested = False
+        """Memories have been asked of that checkpoint."""
 
     def add_to(self, state_dict: dict[str, Any], is_loading: bool) -> None:
         """Put what is to be saved, or where to load it to, into a checkpoint's state dict."""
         if is_loading and self._saved != self._made_by:
-            self._say(f"data-parallel compression: {self._difference()}")
+            self._log(f"data-parallel compression: {self._difference()}")
             return
         if not self._made_by:
             return
         rows = {}
         for number, (sync, _) in enumerate(self._syncs):
             for name, values in sync.state().items():
-                place = torch.zeros_like(values) if is_loading else values.detach()
+                target = torch.zeros_like(values) if is_loading else values.detach()
                 key = f"{KEY}.rank{dist.get_rank()}.bucket{number}.{name}"
-                rows[f"{number}.{name}"] = ShardedTensor.from_rank_offsets(key, place)
+                rows[f"{number}.{name}"] = ShardedTensor.from_rank_offsets(key, target)
         state_dict[KEY] = rows
         if not is_loading:
             state_dict[MADE_BY] = self._made_by
         self._requested = is_loading
 
     def loaded(self, state_dict: dict[str, Any]) -> None:
-        """Called with every state dict that has been read: the plain values alone, then everything."""
+        """Take what has been read. Megatron reads twice: the plain values alone, then everything."""
         if not self._requested:
             self._saved = state_dict.get(MADE_BY, {})
             return
         rows = state_dict.get(KEY, {})
         for number, (sync, _) in enumerate(self._syncs):
-            if state := {name: rows[f"{number}.{name}"] for name in sync.state()}:
+            state = {name: rows[f"{number}.{name}"] for name in sync.state()}
+            if state:
                 sync.load_state(state)
         self._requested = False
-        self._say(f"data-parallel compression: {self._compressor}: every rank restored its memory")
+        self._log(f"data-parallel compression: {self._compressor}: every rank restored its memory")
 
     def _difference(self) -> str:
-        """Why what the checkpoint holds is not what this run has."""
+        """Say why what the checkpoint holds is not what this run has."""
         before = self._saved.get("compression")
         if not self._made_by:
             return f"the memory that {before} saved is dropped"
-        reason = {
-            None: "the checkpoint holds no memory of gradients",
-            self._compressor: "the checkpoint was made with other ranks, nodes, buckets or parameters",
-        }.get(before, f"{before} saved its memory")
+        if before is None:
+            reason = "the checkpoint holds no memory of gradients"
+        elif before == self._compressor:
+            reason = "the checkpoint was made with other ranks, nodes, buckets or parameters"
+        else:
+            reason = f"{before} saved its memory"
         return f"{reason}: the memory of {self._compressor} starts from zero"
 
 
 def layout_of(syncs: Syncs) -> str | None:
-    """A hash of which rank remembers what of which parameters, over all ranks; None: no rank has a memory.
-    Collective over all ranks of the job."""
-    own = []
+    """Return a hash of which rank remembers what of which parameters, over all ranks of the job.
+
+    Collective over all of them. None: no rank has a memory.
+    """
+    described = []
     for sync, bucket in syncs:
         shapes = {name: tuple(values.shape) for name, values in sync.state().items()}
         if shapes:
             spans = [(span.name, span.start, span.end) for span in bucket.spans]
             topology = bucket.topology
-            own.append(
+            described.append(
                 (shapes, spans, bucket.numel, bucket.sharded, topology.nodes, topology.local)
             )
-    every = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest() if own else "")
-    return hashlib.sha256("".join(every).encode()).hexdigest() if any(every) else None
+    digest = _digest(repr(described)) if described else ""
+    digests = gather_objects(digest)
+    return _digest("".join(digests)) if any(digests) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -48,22 +48,25 @@ class CodecGradients(GradientCompressor):
         return CodecGradientSync(bucket, self.codec)
 
     def describe(self) -> str:
-        near, far = self.codec.hops
-        if near == far:
+        intra, inter = self.codec.hops
+        if intra == inter:
             return f"gradients {self.name}"
-        bits = f"{near.bits_per_value():.3g} bits a value inside a node, {far.bits_per_value():.3g} between"
-        return f"gradients {self.name}, {bits} nodes"
+        return (
+            f"gradients {self.name}, {intra.bits_per_value():.3g} bits a value inside a node, "
+            f"{inter.bits_per_value():.3g} between nodes"
+        )
 
 
 def parse_gradient_compressor(text: str) -> GradientCompressor:
-    """What a spec of ``--dp-compression`` names: a gradient compressor or a codec."""
+    """Parse a spec of ``--dp-compression``, which names a gradient compressor or a codec.
+
+    Raises:
+        CompressionConfigError: an unknown name or setting, or a value that it refuses.
+    """
     if "/" in text:
         return CodecGradients(parse_codec(text, "data_parallel"))
-    registry = (
-        CODECS
-        if GRADIENT_COMPRESSORS.entry(text.partition(":")[0]) is None
-        else GRADIENT_COMPRESSORS
-    )
+    name = text.partition(":")[0]
+    registry = CODECS if GRADIENT_COMPRESSORS.entry(name) is None else GRADIENT_COMPRESSORS
     made = registry.parse(text, partial(offered, "data_parallel"))
     if isinstance(made, Codec):
         return CodecGradients(made)
@@ -110,7 +113,8 @@ class CodecGradientSync(GradientSync):
 
     def _source(self, flat: torch.Tensor) -> torch.Tensor:
         """``[local, nodes, shard]``: element (i, n) is the shard of rank n * local + i, zero padded."""
-        topology, size = self.topology, self.shard_numel
+        topology = self.topology
+        size = self.shard_numel
         if flat.numel() < topology.world_size * size:
             padded = flat.new_zeros(topology.world_size * size)
             padded[: flat.numel()] = flat
@@ -142,7 +146,8 @@ class CodecGradientSync(GradientSync):
             begin: the piece's first position in a shard.
             end: the one after its last.
         """
-        bucket, shape = self.bucket, values.shape[2:]
+        bucket = self.bucket
+        shape = values.shape[2:]
         exchanges = 2 if bucket.sharded else 3
         inside = bucket.transport(INTRA)
         if self.first.lossless:
@@ -170,8 +175,10 @@ class CodecGradientSync(GradientSync):
         self, flat: torch.Tensor, codec: Codec, wires: torch.Tensor, begin: int, end: int
     ) -> torch.Tensor | Work:
         """Sum this rank's part of a piece from all senders' uint8 ``[S, bytes]``; gather it where needed."""
-        bucket, senders = self.bucket, wires[:, None]
-        shape, dtype = (end - begin,), flat.dtype
+        bucket = self.bucket
+        senders = wires[:, None]  # one row: this rank's part
+        shape = (end - begin,)
+        dtype = flat.dtype
         if bucket.sharded:
             target = bucket.shard_of(flat)[None, begin:end]
             return codec.decode_sum(senders, shape, dtype, bucket.scale, target)
@@ -184,7 +191,8 @@ class CodecGradientSync(GradientSync):
         self, flat: torch.Tensor, last: Codec, gathered: torch.Tensor, begin: int, end: int
     ) -> torch.Tensor:
         """Decode one piece of every rank's shard, uint8 ``[W, bytes]``, into the gradients."""
-        bucket, size = self.bucket, self.shard_numel
+        bucket = self.bucket
+        size = self.shard_numel
         dtype = flat.dtype
         if bucket.numel == self.topology.world_size * size:
             rows = flat.view(-1, size)[:, begin:end]

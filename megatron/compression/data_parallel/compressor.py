@@ -113,7 +113,7 @@ class GradientSync(abc.ABC):
         """
 
     def state(self) -> dict[str, torch.Tensor]:
-        """This rank's memory, by name: what has to survive a restart at the same layout."""
+        """Return this rank's memory, by name: what has to survive a restart at the same layout."""
         return {}
 
     def load_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
@@ -137,17 +137,17 @@ class GradientCompressor(abc.ABC):
 
     @property
     def lossless(self) -> bool:
-        """Whether no bit is lost: payloads may overflow then, and go uncompressed."""
+        """No bit is lost; payloads may overflow then, and go uncompressed."""
         return False
 
     @abc.abstractmethod
     def build(self, bucket: GradientBucket) -> GradientSync:
-        """What sums this bucket. Called on every rank for the same buckets in the same order."""
+        """Return what sums a bucket. Called on every rank for the same buckets in the same order."""
 
     def default_start_iteration(self, train_iters: int | None) -> int:
-        """Iterations whose gradients go uncompressed where ``--compression-start-iteration`` is not given."""
+        """Return how many iterations go uncompressed where ``--compression-start-iteration`` is not given."""
         return 0
 
     def describe(self) -> str:
-        """For the log: how gradients are sent."""
+        """Return how gradients are sent, for the log."""
         return f"gradients {self.name}"

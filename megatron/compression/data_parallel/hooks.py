@@ -153,8 +153,10 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     def _prepare_gradients(self) -> None:
         """Do what megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
         parameters = (parameter for bucket in self.buckets for parameter in bucket.params_list)
-        replays = {getattr(one, "_cudagraph_wgrad_ready_event", None): None for one in parameters}
-        for replay in replays:
+        events = [
+            getattr(parameter, "_cudagraph_wgrad_ready_event", None) for parameter in parameters
+        ]
+        for replay in dict.fromkeys(events):
             # of a layer's CUDA graph, which may still add to these gradients
             if replay is not None:
                 torch.cuda.current_stream().wait_event(replay)
@@ -352,28 +354,41 @@ class Gradients(Dimension):
         if ranks.size() == 1 and instances == 1:
             return
         plan = BucketGroupPlan(self.run, self.topology(ranks), tensor_ranks, in_flight)
-        average = 1 / ranks.size() if config.average_in_collective else 1.0
         for bucket in group.buckets:
-            view = GradientBucket(
-                bucket.grad_data,
-                spans_of(bucket, names),
-                bucket.gradient_scaling_factor * average,
-                sharded,
-                plan.topology,
-                self.ledger,
-            )
-            if ranks.size() > 1 and self.compressor is not None:
-                plan.gradient_syncs.append(self._build_sync(view))
-            if instances > 1:
-                self._plan_outer(plan, group, view)
-            if plan.gradient_syncs or plan.outer_syncs:
-                plan.gradient_replicas.append(_reduced_replicas(view, cut))
+            self._plan_gradients(plan, group, bucket, ranks.size(), names, cut)
         if ranks.size() > 1:
             self._plan_weights(plan, group, names, cut)
         symbols.change_class(group, CompressedBucketGroup)
         group.plan = plan
         if instances > 1:  # its class does the outer hop
             group.ddp_config = replace(config, num_distributed_optimizer_instances=1)
+
+    def _plan_gradients(
+        self,
+        plan: BucketGroupPlan,
+        group,
+        bucket,
+        ranks: int,
+        names: dict[torch.nn.Parameter, str],
+        cut: Collection[torch.nn.Parameter],
+    ) -> None:
+        """Plan the sums of one bucket's gradients; ``ranks``: of an optimizer instance."""
+        config = group.ddp_config
+        average = 1 / ranks if config.average_in_collective else 1.0
+        view = GradientBucket(
+            bucket.grad_data,
+            spans_of(bucket, names),
+            bucket.gradient_scaling_factor * average,
+            config.use_distributed_optimizer,
+            plan.topology,
+            self.ledger,
+        )
+        if ranks > 1 and self.compressor is not None:
+            plan.gradient_syncs.append(self._build_sync(view))
+        if config.num_distributed_optimizer_instances > 1:
+            self._plan_outer(plan, group, view)
+        if plan.gradient_syncs or plan.outer_syncs:
+            plan.gradient_replicas.append(_reduced_replicas(view, cut))
 
     def _build_sync(self, view: GradientBucket) -> GradientSync:
         """Return what sums a bucket's gradients inside an optimizer instance."""
@@ -427,20 +442,22 @@ class Gradients(Dimension):
             flat = bucket.param_data.view(-1)
             plan.weight_replicas.append(replicated_parts(flat, spans_of(bucket, names), cut))
 
-    def topology(self, ranks: dist.ProcessGroup, share: float = 1.0, whose: str = "a") -> Topology:
+    def topology(
+        self, ranks: dist.ProcessGroup, share: float = 1.0, article: str = "a"
+    ) -> Topology:
         """Return the topology of a group; collective over all ranks of the job the first time.
 
         Args:
             ranks: the group.
             share: how much of a node's data-parallel ranks are in it, for ``node_size``.
-            whose: begins the line of the log.
+            article: begins the line of the log.
         """
         if ranks not in self._topologies:
             size = self.config.node_size
             node_size = None if size is None else max(1, int(size * share))
             topology = find_topology(ranks, node_size, self.run.transports)
             self._topologies[ranks] = topology
-            self.log(f"compression: {whose} data-parallel group is {topology.describe()}")
+            self.log(f"compression: {article} data-parallel group is {topology.describe()}")
         return self._topologies[ranks]
 
 

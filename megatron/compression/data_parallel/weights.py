@@ -176,13 +176,7 @@ def copy_masters(optimizer) -> bool:
         False where no bucket is compressed in this step: nothing was done.
     """
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-    compressed: dict[int, BucketWeights] = {}
-    for bucket in buckets:
-        weights = getattr(bucket, ATTRIBUTE, None)
-        if weights is not None and weights.pending is not None:
-            weights.start().wait()  # two steps without a forward pass between them
-        if weights is not None and weights.decide().codec is not None:
-            compressed[id(bucket)] = weights
+    compressed = _compressed_now(buckets)
     if not compressed:
         return False
     masters = _masters_by_bucket(optimizer, buckets)
@@ -199,6 +193,20 @@ def copy_masters(optimizer) -> bool:
             for start, master in masters[id(bucket)]:
                 flat[start : start + master.numel()].copy_(master.view(-1))
     return True
+
+
+def _compressed_now(buckets: list) -> dict[int, BucketWeights]:
+    """Decide for the buckets of an optimizer: the weights of those that are compressed, by ``id``."""
+    compressed: dict[int, BucketWeights] = {}
+    for bucket in buckets:
+        weights = getattr(bucket, ATTRIBUTE, None)
+        if weights is None:
+            continue
+        if weights.pending is not None:
+            weights.start().wait()  # two steps without a forward pass between them
+        if weights.decide().codec is not None:
+            compressed[id(bucket)] = weights
+    return compressed
 
 
 def _masters_by_bucket(optimizer, buckets: list) -> dict[int, list[tuple[int, torch.Tensor]]]:

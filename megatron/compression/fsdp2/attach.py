@@ -242,9 +242,9 @@ class Fsdp2Compression:
 
     def _begin_pass(self) -> None:
         """Before the root's forward pass, and before each gather: a part of the model may be called, too."""
-        for other in _compressed:
-            if other is not self and other._has_begun and other.audit is not None:
-                other.audit.abandon()  # what this model sends is not in its ledger
+        for compression in _compressed:
+            if compression is not self and compression._has_begun and compression.audit is not None:
+                compression.audit.abandon()  # what this model sends is not in its ledger
         if self._has_begun and not self._has_stepped:
             return
         self._has_begun = True
@@ -294,16 +294,16 @@ class Fsdp2Compression:
         """
         gathers = [gather for gather in self.gathers if gather.numel]
         for topology in dict.fromkeys(gather.topology for gather in gathers):
+            asked = [gather for gather in gathers if gather.topology is topology]
             flags = OverflowFlags()
-            for gather in gathers:
-                if gather.topology is topology:
-                    flags.note((gather, "fits"), gather.overflow(codec))
-                    flags.note((gather, "fitted"), gather.misfit)
+            for gather in asked:
+                flags.note(gather, gather.overflow(codec))
+                flags.note((gather, "since the last time"), gather.misfit)
             transport = topology.transport(self.run.ledger, "dp.weight")
-            for (gather, question), overflows in flags.ask(transport.any_ranks).items():
-                if question == "fits":
-                    gather.fits = not overflows
-                elif overflows:
+            overflows = flags.ask(transport.any_ranks)
+            for gather in asked:
+                gather.fits = not overflows[gather]
+                if overflows[gather, "since the last time"]:
                     raise RuntimeError(
                         f"weights of {gather.group} changed unnoticed and did not fit their payload: passes "
                         "had zeros for them; call weights_changed() after a change"
@@ -364,7 +364,7 @@ class Fsdp2Compression:
             sync.load_state({name: state[f"{prefix}.{name}"] for name in sync.state()})
 
     def _syncs_with_memory(self) -> dict[str, GradientSync]:
-        """By a prefix that names this rank; empty where the compressor remembers nothing."""
+        """Return the syncs by a prefix that names this rank; empty where the compressor remembers nothing."""
         if not getattr(self.run.policy.rule("dp.gradient").codec, "has_memory", False):
             return {}
         every_sum = [sums for reduce in self.reduces for sums in reduce.sums if sums.numel]

@@ -109,7 +109,7 @@ class Copies:
         return torch.cat([rows[:, begin:end] for begin, end in self.spans], dim=1)
 
     def _columns(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Each span's columns among all copies, and its part of ``rows``."""
+        """Yield each span's columns among all copies, and its part of ``rows``."""
         position = 0
         for begin, end in self.spans:
             size = end - begin

@@ -60,7 +60,7 @@ class GradientSums:
 
     @cached_property
     def copies(self):
-        """Where in a row the copies lie; known when the first gradients come."""
+        """The copies in a row; known when the first gradients come."""
         return copies_in(
             self.group, self._is_copy, self.topology, self.run.ledger, TRAFFIC, with_gradients=True
         )
@@ -100,7 +100,8 @@ class GradientSums:
         unknown_positions = bool(self.copies) and gradients.numel() != self.numel
         if codec is not None and (not gradients.numel() or unknown_positions):
             # FSDP leaves out parameters that this pass did not use, and does not say which
-            codec, reason = None, "exact"
+            codec = None
+            reason = "exact"
         if codec is None:
             self.topology.record_uncompressed(
                 self.run.ledger, TRAFFIC, reason, operation, gradients.nbytes
@@ -120,7 +121,8 @@ class GradientSums:
                     f"reduce={compressor.name}: a pass gave {numel} gradients, the first {self.numel}, of "
                     f"{', '.join(self.group.names)}; it needs the same in each, so choose a codec such as int8"
                 )
-            dtype, device = self.group.gradient_dtype, self.group.device
+            dtype = self.group.gradient_dtype
+            device = self.group.device
             # one value's memory: FSDP makes and frees gradients in each pass
             of_their_kind = torch.empty(1, dtype=dtype, device=device).expand(numel)
             bucket = GradientBucket(

@@ -79,21 +79,21 @@ class ParameterGroup:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """This rank's shards, DTensors. FSDP may put others in their place, so they are asked for anew."""
-        return [own.sharded_param for own in self.fsdp.fsdp_params]
+        return [shard.sharded_param for shard in self.fsdp.fsdp_params]
 
     @property
     def piece_shapes(self) -> list[torch.Size]:
         """The shape of this rank's shard of each parameter, padding included; the same on all ranks."""
-        return [own.padded_sharded_param_size for own in self.fsdp.fsdp_params]
+        return [shard.padded_sharded_param_size for shard in self.fsdp.fsdp_params]
 
     @property
     def shard_sizes(self) -> list[int]:
-        """How many values these are."""
+        """Values of each shard, padding included."""
         return [shape.numel() for shape in self.piece_shapes]
 
     @property
     def device(self) -> torch.device:
-        """Where the shards are."""
+        """The device of the shards."""
         return self.fsdp.device
 
     @property
@@ -131,7 +131,7 @@ class ParameterGroup:
 
     def shard(self, dtype: torch.dtype) -> torch.Tensor:
         """``[n]``: what this rank gives to a gather, its shards end to end."""
-        return torch.cat([own._sharded_param_data.to(dtype) for own in self.fsdp.fsdp_params])
+        return torch.cat([shard._sharded_param_data.to(dtype) for shard in self.fsdp.fsdp_params])
 
     def versions(self) -> list[tuple[int, int, int]]:
         """Numbers that differ where torch has counted a change of the weights."""
@@ -142,27 +142,48 @@ class ParameterGroup:
 
     @property
     def sums_all_replicas(self) -> bool:
-        """Whether this backward pass sums over the replicas (``set_requires_all_reduce``)."""
+        """True where this backward pass sums over the replicas (``set_requires_all_reduce``)."""
         return self.fsdp.all_reduce_grads
 
     @property
     def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
-        """What the user has given to ``set_all_reduce_hook``; read before it is replaced (``Slots``)."""
+        """The user's, from ``set_all_reduce_hook``; read before it is replaced (``Slots``)."""
         return self.fsdp._all_reduce_hook
 
     @property
     def divide_factor(self) -> float | None:
-        """What the sum over all ranks, shards and replicas, is divided by; None: the number of ranks."""
+        """The divisor of the sum over all ranks, shards and replicas; None: the number of ranks."""
         return self.fsdp.gradient_divide_factor
 
     def refusal(self, lossless: bool, gathers: bool, memory: bool) -> str | None:
-        """What of FSDP's settings is not covered, and the fix; None: nothing.
+        """Return what of FSDP's settings is not covered, and the fix; None: nothing.
 
         Args:
             lossless: weights are gathered by a lossless codec.
             gathers: weights are gathered by a codec.
             memory: gradients are summed by a compressor with a memory.
         """
+        reason = self._refused_setting()
+        if reason is not None:
+            return reason
+        is_fp8 = any(
+            hasattr(shard._sharded_local_tensor, "fsdp_pre_all_gather")
+            for shard in self.fsdp.fsdp_params
+        )
+        if gathers and (is_fp8 or len(self.gather_dtypes) > 1):
+            return "gathers several types, or fp8; set param_dtype, or gather='none'"
+        other_dtypes = self.gather_dtypes - {torch.bfloat16, torch.float32}
+        if lossless and other_dtypes:
+            names = spelled_dtypes(other_dtypes)
+            return (
+                f"gathers {names}, and lossless shortens bf16 and fp32; use bf16, or gather='int8'"
+            )
+        if memory and torch.float16 in (self.fsdp.mp_policy.reduce_dtype, *self.gather_dtypes):
+            return "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"
+        return None
+
+    def _refused_setting(self) -> str | None:
+        """Return what is not covered with any compressor."""
         fsdp = self.fsdp
         if not isinstance(fsdp.mesh_info, FSDPMeshInfo):
             return "is replicated; use fully_shard()"
@@ -177,24 +198,11 @@ class ParameterGroup:
             )
         if type(fsdp._reduce_scatter_comm) is not DefaultReduceScatter:
             return "has a reduce-scatter of its own; drop set_custom_reduce_scatter()"
-        several = len(self.gather_dtypes) > 1 or any(
-            hasattr(own._sharded_local_tensor, "fsdp_pre_all_gather") for own in fsdp.fsdp_params
-        )
-        if gathers and several:
-            return "gathers several types, or fp8; set param_dtype, or gather='none'"
-        other_dtypes = self.gather_dtypes - {torch.bfloat16, torch.float32}
-        if lossless and other_dtypes:
-            found = spelled_dtypes(other_dtypes)
-            return (
-                f"gathers {found}, and lossless shortens bf16 and fp32; use bf16, or gather='int8'"
-            )
-        if memory and torch.float16 in (fsdp.mp_policy.reduce_dtype, *self.gather_dtypes):
-            return "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"
         return None
 
 
 class AllGatherOfCompression(DefaultAllocMixin, AllGather):
-    """An all-gather of ours, by which a group that has one is known."""
+    """An all-gather of ours, by which a group that has one is knshard."""
 
 
 def spelled_dtypes(dtypes: set[torch.dtype]) -> str:
@@ -214,7 +222,7 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     for state in dict.fromkeys(states):  # modules may share one
         for fsdp in _groups_of(state):
             _check_names(fsdp)
-            infos = [own._module_info for own in fsdp.fsdp_params]
+            infos = [shard._module_info for shard in fsdp.fsdp_params]
             # a module that FSDP was given and that has been replaced since has no path
             names = [f"{paths.get(info.module, '')}.{info.param_name}".strip(".") for info in infos]
             groups.append(ParameterGroup(fsdp, tuple(names)))
@@ -236,8 +244,8 @@ def _groups_of(state: Any) -> Sequence[Any]:
 def _check_names(fsdp: Any) -> None:
     """Refuse a torch whose groups or parameters lack a name that this file uses."""
     missing = [name for name in _GROUP_NAMES if not hasattr(fsdp, name)]
-    for own in fsdp.fsdp_params[:1]:
-        missing += [name for name in _PARAMETER_NAMES if not hasattr(own, name)]
+    for shard in fsdp.fsdp_params[:1]:
+        missing += [name for name in _PARAMETER_NAMES if not hasattr(shard, name)]
     if missing:
         raise CompressionConfigError(
             f"attach(): FSDP2 of torch {torch.__version__} has no {', '.join(missing)}, which compression "
@@ -312,4 +320,4 @@ _SETTERS = {
     "_all_reduce_hook": "set_all_reduce_hook()",
 }
 """Slot -> the public method that sets it. ``set_allocate_memory_from_process_group_for_comm`` refuses by
-itself what is not torch's own."""
+itself what is not torch's shard."""

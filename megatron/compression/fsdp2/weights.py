@@ -107,9 +107,11 @@ class WeightGather(AllGatherOfCompression):
             self.before(self)
         codec, reason = self.run.policy.decide(TRAFFIC, nbytes)
         if codec is not None and not nbytes:
-            codec, reason = None, "exact"
+            codec = None
+            reason = "exact"
         if codec is not None and codec.lossless and not self.fits:
-            codec, reason = None, "overflow"
+            codec = None
+            reason = "overflow"
         if codec is None:
             self.topology.record_uncompressed(ledger, TRAFFIC, reason, "all_gather", nbytes)
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)

@@ -285,7 +285,7 @@ def _loaded_in_place(original, self, model_sharded_state_dict, is_loading=False,
     return state
 
 
-def _restore_in_place(result: Any, given: dict) -> None:
+def _restore_in_place(result: Any, arguments: dict) -> None:
     """Restore what is no sharded tensor of the optimizers that asked for it, from what has been loaded."""
     loaded = result[0] if isinstance(result, tuple) else result  # with missing and unexpected keys
     saved = loaded.get("optimizer")
