@@ -25,7 +25,8 @@ from tests.distributed.tiny_gpt import (
 )
 from tests.distributed.transport_audit import TransportAudit, total_of
 
-HEADS, BATCH = 4, 2
+HEADS = 4
+BATCH = 2
 INT8 = "int8:scales=single"
 INT8_BOUND = 0.02  # of a gradient, relative
 
@@ -77,13 +78,15 @@ def gradients_of(
 
     from megatron.compression.caat_net import hooks
 
-    run, loss = run_with(codec, sync_fraction=fraction), 0.0
+    run = run_with(codec, sync_fraction=fraction)
+    loss = 0.0
     dtype = torch.float64 if codec == "none" else torch.float32
     model = build_tiny_gpt(rank, streams, run, dtype, **(changes or {}))
     if force:  # CAAT-Net's own code with nothing left private
         everything = SimpleNamespace(enabled=True, shared_channels=lambda channels: channels)
         hooks.attach(model, everything, run.ledger)
-    stream, copy = rank % streams, rank // streams
+    stream = rank % streams
+    copy = rank // streams
     fill_parameters(model, stream)
     settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True) if sharded else {}
     ddp = distributed.DistributedDataParallelConfig(**settings)
@@ -282,7 +285,8 @@ def train_twice(rank: int, world_size: int, fraction: float, codec: str) -> dict
 def check_traffic(by_rank: list[list[dict]]) -> None:
     """The hand count of the bytes, that c10d was given just these, what the log line compares them with, and
     what ranks have in common."""
-    iterations, world_size = 2, len(by_rank)
+    iterations = 2
+    world_size = len(by_rank)
     full = (
         iterations * SEQUENCE * BATCH * HIDDEN * 2 * 2 * (world_size - 1) // world_size
     )  # an all-reduce

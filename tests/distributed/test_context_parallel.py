@@ -14,7 +14,11 @@ from tests.distributed.spawn import spawn
 from tests.distributed.tiny_gpt import device_of, transformer_config
 from tests.distributed.transport_audit import TransportAudit, total_of
 
-SEQUENCE, BATCH, HEADS, GROUPS, WIDTH = 48, 2, 4, 2, 8
+SEQUENCE = 48
+BATCH = 2
+HEADS = 4
+GROUPS = 2
+WIDTH = 8
 VALUES = SEQUENCE * BATCH * GROUPS * 2 * WIDTH  # of all ranks' keys and values
 
 
@@ -86,10 +90,10 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
     shapes = [(SEQUENCE, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
     shapes.append((SEQUENCE, BATCH, HEADS * WIDTH))
     device = device_of(rank)
-    whole = [
+    complete = [
         torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes
     ]
-    assert torch.equal(in_order(distributed(whole[3], world_size), world_size), whole[3])
+    assert torch.equal(in_order(distributed(complete[3], world_size), world_size), complete[3])
     rows = torch.cat(
         [
             torch.arange(SEQUENCE).chunk(2 * world_size)[number]
@@ -102,7 +106,7 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
     causal = AttnMaskType.causal
 
     def results(attention, mask, dtype, rows=slice(None)) -> list[torch.Tensor]:
-        *inputs, upstream = (tensor[rows].to(dtype) for tensor in whole)
+        *inputs, upstream = (tensor[rows].to(dtype) for tensor in complete)
         inputs = [tensor.requires_grad_() for tensor in inputs]
         output = attention(*inputs, None if mask is None else mask[:, :, rows])
         return [output, *torch.autograd.grad(output, inputs, upstream)]
@@ -111,9 +115,9 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
         run = run_of(codec, transport)
         attention = build(world_size, kind, run)
         with TransportAudit(world_size) as audit:
-            found = results(attention, mask, dtype, rows)
+            actual = results(attention, mask, dtype, rows)
         assert transport != "collective" or total_of(run.ledger.rows()) == audit.sent
-        return found, run.ledger.rows()
+        return actual, run.ledger.rows()
 
     exact = {}
     for name, kind, mask in (
@@ -135,8 +139,8 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
     return {
         "exact": exact,
         "bits": {
-            spec: ([one.detach().float().cpu() for one in found], ledger)
-            for spec, (found, ledger) in bits.items()
+            spec: ([one.detach().float().cpu() for one in actual], ledger)
+            for spec, (actual, ledger) in bits.items()
         },
     }
 
@@ -144,9 +148,9 @@ def attention_worker(rank: int, world_size: int, transport: str = "collective") 
 def check_ranks(by_rank: list[dict]) -> None:
     """What every rank of ``attention_worker`` returned; payloads may have travelled in any way."""
     world_size = len(by_rank)
-    for found in by_rank:
-        assert len(found["exact"]) == 6
-        for (_, plain), (apart, ledger) in found["exact"].items():
+    for actual in by_rank:
+        assert len(actual["exact"]) == 6
+        for (_, plain), (apart, ledger) in actual["exact"].items():
             assert apart < 1e-12
             for traffic in ("cp.forward", "cp.backward"):
                 rows = [row for row in ledger if row["traffic"] == traffic]
@@ -156,7 +160,7 @@ def check_ranks(by_rank: list[dict]) -> None:
                         sum(row[column] for row in rows)
                         == 8 * VALUES * (world_size - 1) // world_size
                     )
-        (none, _), (lossless, _), (int8, _) = found["bits"].values()
+        (none, _), (lossless, _), (int8, _) = actual["bits"].values()
         # Two addends have one sum; of three, gloo and NCCL round in between.
         same = slice(None) if world_size == 2 else slice(2)
         assert all(map(torch.equal, none[same], lossless[same]))
@@ -170,7 +174,7 @@ def test_ranks_compute_what_one_process_does(world_size: int) -> None:
     Every byte is in the ledger."""
     by_rank = spawn(attention_worker, world_size)
     check_ranks(by_rank)
-    for found in by_rank:
-        _, ledger = found["bits"]["int8"]
+    for actual in by_rank:
+        _, ledger = actual["bits"]["int8"]
         sent, plain = (sum(row[name] for row in ledger) for name in ("sent_bytes", "plain_bytes"))
         assert sent < 0.6 * plain

@@ -9,7 +9,8 @@ from tests.distributed.spawn import spawn
 from tests.distributed.test_tensor_parallel_layers import _layer, _run
 from tests.distributed.tiny_gpt import start_model_parallel
 
-SITE, OTHER = ("a", "tp.forward"), ("b", "tp.forward")
+SITE = ("a", "tp.forward")
+OTHER = ("b", "tp.forward")
 
 
 def decide(rank: int) -> dict:
@@ -80,17 +81,19 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
         *("--compression-error-bound", "0.05"),
         *("--save", str(saved), "--save-interval", "4"),
     ]
-    whole = pretrain(*flags, ranks=4)
-    said = [
-        line for line in whole.output.splitlines() if "past --compression-error-bound 0.05" in line
+    complete = pretrain(*flags, ranks=4)
+    lines = [
+        line
+        for line in complete.output.splitlines()
+        if "past --compression-error-bound 0.05" in line
     ]
     # qkv, projection, fc1 and fc2 of two layers, the output layer, and the embedding's learned positions.
-    assert len(said) == 10 and all(
-        "tp.backward has a relative error of 0.1" in line for line in said
+    assert len(lines) == 10 and all(
+        "tp.backward has a relative error of 0.1" in line for line in lines
     )
-    assert all(line.endswith("it goes uncompressed after iteration 2") for line in said)
-    assert len({line.split()[1] for line in said}) == 10
-    for rank in whole.ranks:
+    assert all(line.endswith("it goes uncompressed after iteration 2") for line in lines)
+    assert len({line.split()[1] for line in lines}) == 10
+    for rank in complete.ranks:
         scattered = [row for row in rank.ledger if row["operation"] == "reduce_scatter"]
         calls = {(row["traffic"], row["kind"]) for row in scattered}
         assert ("tp.backward", "guarded") in calls and ("tp.forward", "guarded") not in calls
@@ -98,5 +101,5 @@ def test_guarded_run_and_its_resume(tmp_path) -> None:
     resumed = pretrain(*flags, "--load", str(saved), ranks=4)
     assert resumed.output.count("uncompressed as when the checkpoint was saved") == 1
     assert "past --compression-error-bound" not in resumed.output
-    assert resumed.losses == {iteration: whole.losses[iteration] for iteration in (5, 6)}
-    assert resumed.parameters == whole.parameters
+    assert resumed.losses == {iteration: complete.losses[iteration] for iteration in (5, 6)}
+    assert resumed.parameters == complete.parameters

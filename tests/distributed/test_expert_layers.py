@@ -62,11 +62,11 @@ def _pass(model, replica: int, few: bool) -> tuple[float, dict[str, torch.Tensor
         inputs["attention_mask"] = inputs["attention_mask"][..., :2, :]
     loss = model(**inputs).mean()
     loss.backward()
-    found = {
+    actual = {
         name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
     }
     model.zero_grad()
-    return float(loss), found
+    return float(loss), actual
 
 
 def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[str, dict]:
@@ -84,7 +84,9 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
             expert_tensor_parallel_size=sizes[1],
             expert_model_parallel_size=sizes[2],
         )
-        losses, gradients, counted = {}, {}, {}
+        losses = {}
+        gradients = {}
+        counted = {}
         for codec in CODECS:
             tensors = {} if codec == "none" else dict(compression=codec, min_mb=0.0)
             seen = (
@@ -105,7 +107,7 @@ def layers_worker(rank: int, world_size: int, layouts: dict = LAYOUTS) -> dict[s
             if codec == "identity":
                 first = model, compression.ledger
         errors = {
-            codec: _error(found, gradients["none"], codec) for codec, found in gradients.items()
+            codec: _error(actual, gradients["none"], codec) for codec, actual in gradients.items()
         }
         model, ledger = first  # behind it another run was attached
         _pass(model, rank // sizes[0], few="without" in layout)
@@ -124,12 +126,12 @@ def _compressed(rows: list[dict]) -> int:
     )
 
 
-def _error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], codec: str) -> float:
+def _error(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], codec: str) -> float:
     """Relative, over all parameters; of a lossy codec but the router's, whose choices are not continuous."""
-    assert found.keys() == exact.keys()
+    assert actual.keys() == exact.keys()
     names = [name for name in exact if "router" not in name or codec == "identity"]
     assert codec != "identity" or any("router" in name for name in names)
-    squares = sum(float((found[name] - exact[name]).double().square().sum()) for name in names)
+    squares = sum(float((actual[name] - exact[name]).double().square().sum()) for name in names)
     return (squares / sum(float(exact[name].double().square().sum()) for name in names)) ** 0.5
 
 
@@ -182,12 +184,14 @@ def test_gradients(ranks: list[dict], layout: str) -> None:
     """The identity codec changes no bit of megatron-core's own; int8 little. But four ranks' sum, by the
     all-gather dispatcher, is formed in gloo's order or in ours."""
     for rank in ranks:
-        found = rank[layout]
+        actual = rank[layout]
         if layout == "tensor 2, expert 2, gathered by four":
-            assert found["identity"] < 1e-6
-            assert found["losses"]["identity"] == pytest.approx(found["losses"]["none"], rel=1e-6)
+            assert actual["identity"] < 1e-6
+            assert actual["losses"]["identity"] == pytest.approx(actual["losses"]["none"], rel=1e-6)
         else:
-            assert found["identity"] == 0 and found["losses"]["identity"] == found["losses"]["none"]
+            assert (
+                actual["identity"] == 0 and actual["losses"]["identity"] == actual["losses"]["none"]
+            )
         assert 0 < rank[layout]["int8:group=64"] < 0.05
 
 
@@ -201,7 +205,7 @@ def test_every_byte_is_in_the_ledger(ranks: list[dict], layout: str) -> None:
 def test_two_runs_in_one_process(ranks: list[dict]) -> None:
     """The first one's tokens go through its codec and into its ledger, with another run attached, too."""
     for by_layout in ranks:
-        for once, again in (found["twice"] for found in by_layout.values()):
+        for once, again in (actual["twice"] for actual in by_layout.values()):
             assert again == 2 * once > 0
 
 

@@ -53,8 +53,12 @@ def dense(run: Run) -> Run:
     """Without the parameters of experts, of which ranks hold others."""
 
     def of(rank):
-        kept = {name: bits for name, bits in rank.parameters.items() if ".experts." not in name}
-        return replace(rank, parameters=kept, replicated=rank.replicated & kept.keys())
+        kept_tensors = {
+            name: bits for name, bits in rank.parameters.items() if ".experts." not in name
+        }
+        return replace(
+            rank, parameters=kept_tensors, replicated=rank.replicated & kept_tensors.keys()
+        )
 
     return replace(run, ranks=[of(rank) for rank in run.ranks])
 
@@ -116,11 +120,11 @@ def test_lossy_codecs_train(uncompressed: Run, compressed: tuple[Run, Path]) -> 
 
 def test_resume_is_exact(compressed: tuple[Run, Path]) -> None:
     """To the bit."""
-    whole, directory = compressed
+    complete, directory = compressed
     go_back_to(3, directory / "saved")
     run = train(REPLICAS, LOSSY, f"--load {directory / 'saved'}")
-    assert run.losses == {iteration: whole.losses[iteration] for iteration in (4, 5, 6)}
-    assert run.parameters == whole.parameters
+    assert run.losses == {iteration: complete.losses[iteration] for iteration in (4, 5, 6)}
+    assert run.parameters == complete.parameters
 
 
 def test_the_report_has_every_layer(compressed: tuple[Run, Path]) -> None:

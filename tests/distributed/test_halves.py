@@ -71,7 +71,8 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
             module.requires_grad_(False)
     tensor_parallel.model_parallel_cuda_manual_seed(77, force_reset_rng=True)
     torch.manual_seed(5)
-    audit, losses = TransportAudit(world_size), []
+    audit = TransportAudit(world_size)
+    losses = []
     for step in range(2):
         inputs = batch(step, rank, SEQUENCES)
         if mask:  # of the second sequence: nobody sees the token SECOND_MASK
@@ -126,28 +127,28 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
         ),
     }
 
-    said: dict[str, str | None] = {}
+    lines: dict[str, str | None] = {}
     for words, change in changes.items():
         model = build_tiny_gpt(rank, world_size, run_with())
         change(model.decoder.layers[1])
         try:
             halves_block.attach(model)
         except CompressionConfigError as error:
-            said[words] = str(error)
+            lines[words] = str(error)
     wrapper = torch.nn.Module()
     wrapper.config = model.config
     try:
         halves_block.attach(wrapper)
     except CompressionConfigError as error:
-        said["not NoneType"] = str(error)
-    return said
+        lines["not NoneType"] = str(error)
+    return lines
 
 
 def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]:
     """Bytes of all tensors behind each of three training steps, without Python's search for rings."""
     model = build_tiny_gpt(rank, world_size, run_with("identity"), hidden_dropout=0.1, **changes)
     prepare(model)
-    found = []
+    actual = []
     gc.collect()
     gc.disable()
     try:
@@ -157,14 +158,14 @@ def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]
             deadline = (
                 time.monotonic() + 5
             )  # gloo's thread may hold the last message a moment longer
-            held = _held_bytes()
-            while found and held > found[-1] and time.monotonic() < deadline:
+            bytes_held = _held_bytes()
+            while actual and bytes_held > actual[-1] and time.monotonic() < deadline:
                 time.sleep(0.05)
-                held = _held_bytes()
-            found.append(held)
+                bytes_held = _held_bytes()
+            actual.append(bytes_held)
     finally:
         gc.enable()
-    return found
+    return actual
 
 
 def _held_bytes() -> int:
@@ -196,14 +197,14 @@ def _worker(rank: int, world_size: int) -> dict:
 results = spawned(_worker, 2)
 
 
-def _compare(found: dict, wanted: dict, tolerance: float) -> None:
-    assert found["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
-    assert found["gradients"].keys() == wanted["gradients"].keys()
-    for name, gradient in wanted["gradients"].items():
+def _compare(actual: dict, expected: dict, tolerance: float) -> None:
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert actual["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
         scale = float(gradient.abs().max())
         assert scale > 0, name
         torch.testing.assert_close(
-            found["gradients"][name] / scale,
+            actual["gradients"][name] / scale,
             gradient / scale,
             rtol=0,
             atol=tolerance * (1 if tolerance < 1e-4 else 30),
@@ -215,21 +216,21 @@ def _compare(found: dict, wanted: dict, tolerance: float) -> None:
 def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> None:
     """Losses and gradients, the random numbers that are drawn, and the bytes that are sent."""
     sides = [rank[case] for rank in results]
-    for whole, halves in sides:
+    for complete, halves in sides:
         single = case in ("lossless", "fp32 residual")
-        _compare(halves, whole, 4e-3 if case in LOSSY else 2e-6 if single else 1e-12)
-        assert torch.equal(halves["random"], whole["random"])
-        assert halves["kinds"] - {"exact"} == whole["kinds"] - {"exact"}
+        _compare(halves, complete, 4e-3 if case in LOSSY else 2e-6 if single else 1e-12)
+        assert torch.equal(halves["random"], complete["random"])
+        assert halves["kinds"] - {"exact"} == complete["kinds"] - {"exact"}
         if case != "lossless":  # whose payloads depend on the values
-            assert halves["sent"] == whole["sent"]
+            assert halves["sent"] == complete["sent"]
 
 
 def test_what_halves_would_leave_out_is_refused(results: list[dict]) -> None:
     """Layers whose modules are not all that they compute; on each rank alike."""
-    for said in (rank["refused"] for rank in results):
-        for words, reason in said.items():
+    for lines in (rank["refused"] for rank in results):
+        for words, reason in lines.items():
             assert reason is not None and words in reason
-    assert len(said) == 6
+    assert len(lines) == 6
 
 
 def test_nothing_is_kept_behind_a_step(results: list[dict]) -> None:

@@ -103,7 +103,8 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
     memory = HostMemory(dist.group.WORLD, streams)
     sent: list[tuple[str, int]] = []
     transport = HostTransport(memory, lambda *what: sent.append(what))
-    generator, sizes = torch.Generator().manual_seed(rank), random.Random(0)
+    generator = torch.Generator().manual_seed(rank)
+    sizes = random.Random(0)
     under_way = []
     for number in range(12):
         rows = [[sizes.choice((0, 1, 700, 4000)) for _ in range(world)] for _ in range(world)]
@@ -112,10 +113,10 @@ def exchanges_worker(rank: int, world: int, streams: type = Threads, device: str
         x = torch.randint(
             0, 255, (sum(rows[rank]), width), dtype=torch.uint8, generator=generator
         ).to(device)
-        came = [row[rank] for row in rows]
-        expected = x.new_empty((sum(came), width))
-        dist.all_to_all_single(expected, x, came, rows[rank])
-        under_way.append((*transport.all_to_all(x, rows[rank], came), expected))
+        recv_counts = [row[rank] for row in rows]
+        expected = x.new_empty((sum(recv_counts), width))
+        dist.all_to_all_single(expected, x, recv_counts, rows[rank])
+        under_way.append((*transport.all_to_all(x, rows[rank], recv_counts), expected))
         own = torch.randn(sizes.choice((1, 1000, 10**6)), generator=generator).bfloat16().to(device)
         parts = [torch.empty_like(own) for _ in range(world)]
         dist.all_gather(parts, own)
@@ -151,7 +152,8 @@ class Refusing(Threads):
 
 
 def refused_worker(rank: int, world: int, folder: str) -> list[str]:
-    host_memory._FOLDER, reasons = folder, []
+    host_memory._FOLDER = folder
+    reasons = []
 
     def refused(streams: type = Threads) -> None:
         with pytest.raises(HostMemoryError) as caught:
@@ -169,7 +171,8 @@ def refused_worker(rank: int, world: int, folder: str) -> list[str]:
         host_memory.open = lambda name, mode, path=path: opened(path if rank == 1 else name, mode)
         refused()
     del host_memory.open
-    room, of_folder = os.statvfs(folder), os.statvfs
+    room = os.statvfs(folder)
+    of_folder = os.statvfs
     blocks = (100 << 20) // room.f_frsize
     os.statvfs = lambda path: os.statvfs_result((*room[:3], blocks, blocks, *room[5:]))
     refused()
@@ -214,7 +217,10 @@ def no_peers(streams: Callable = Threads) -> Iterator[None]:
 
 def summed(topology: Topology, spec: str, sharded: bool) -> tuple[list, list[dict]]:
     """What three buckets under way at once hold after each of two steps, and the ledger."""
-    ledger, device, found, syncs = Ledger(), test_tagc.DEVICE, [], []
+    ledger = Ledger()
+    device = test_tagc.DEVICE
+    actual = []
+    syncs = []
     for numel in (60_032, 20_480, 4 * 4096):
         flat = torch.zeros(numel - (0 if sharded else 3), device=device)
         bucket = GradientBucket(flat, (), 0.25, sharded, topology, ledger)
@@ -229,8 +235,8 @@ def summed(topology: Topology, spec: str, sharded: bool) -> tuple[list, list[dic
                 works[number - 1].advance()  # as a later bucket's hook does
         for sync, work in zip(syncs, works, strict=True):
             work.wait()
-            found.append((sync.bucket.shard if sharded else sync.bucket.gradients).clone())
-    return found, ledger.rows()
+            actual.append((sync.bucket.shard if sharded else sync.bucket.gradients).clone())
+    return actual, ledger.rows()
 
 
 def gathered(topology: Topology) -> tuple[list, list[dict]]:
@@ -240,12 +246,14 @@ def gathered(topology: Topology) -> tuple[list, list[dict]]:
         topology.world_size * 9088, generator=torch.Generator().manual_seed(1)
     ).bfloat16()
     rules = {"dp.weight": Rule(parse_codec("sdp4bit:intra=4"))}
-    held = BucketWeights(weights.to(test_tagc.DEVICE), Policy(rules, ledger), topology, ledger)
+    bytes_held = BucketWeights(
+        weights.to(test_tagc.DEVICE), Policy(rules, ledger), topology, ledger
+    )
     for _ in range(2):
-        held.decide()
-        held.update([(0, held.shard.float() * 1.01)])
-        held.start().wait()
-    return [held.weights], ledger.rows()
+        bytes_held.decide()
+        bytes_held.update([(0, bytes_held.shard.float() * 1.01)])
+        bytes_held.start().wait()
+    return [bytes_held.weights], ledger.rows()
 
 
 def sparse(topology: Topology, sharded: bool) -> tuple[list, list[dict]]:
@@ -268,10 +276,10 @@ def check_the_same(by_copies: Topology, by_torch: Topology) -> None:
         (sparse, False),
     ]
     for call, *settings in calls:
-        (found, rows), (expected, expected_rows) = (
+        (actual, rows), (expected, expected_rows) = (
             call(one, *settings) for one in (by_copies, by_torch)
         )
-        assert all(map(torch.equal, found, expected)) and bool(found[0].any()), (call, settings)
+        assert all(map(torch.equal, actual, expected)) and bool(actual[0].any()), (call, settings)
         assert rows == expected_rows, (call, settings)
 
 
@@ -285,7 +293,8 @@ def trained(rank: int, transport: str) -> str:
 
 
 def data_parallel_worker(rank: int, world: int) -> list[str]:
-    host_memory._FOLDER, lines = tempfile.gettempdir(), []
+    host_memory._FOLDER = tempfile.gettempdir()
+    lines = []
     for node_size in (None, 2):
         with no_peers():
             topology = find_topology(dist.group.WORLD, node_size, Transports(communicators=3))

@@ -37,7 +37,7 @@ def latent_worker(rank: int, world_size: int) -> dict:
     from megatron.compression.tensor_parallel import hooks
 
     start_model_parallel(world_size)
-    found = {}
+    actual = {}
     for layout, settings in LAYOUTS.items():
         parallel = settings["sequence_parallel"] and world_size > 1
         codecs = ("none", "identity", CODED, f"{CODED} as Transformer Engine has it")
@@ -61,8 +61,8 @@ def latent_worker(rank: int, world_size: int) -> dict:
             rows = [row for row in run.ledger.rows() if row["traffic"] != "tp.other"]
             named = model.named_parameters()
             gradients = {name: whole_gradient(value, parallel).cpu() for name, value in named}
-            found[layout, codec] = float(loss.detach()), gradients, rows
-    return found
+            actual[layout, codec] = float(loss.detach()), gradients, rows
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +72,21 @@ def found() -> tuple[dict, list[dict]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_compute_what_one_does(layout: str, found: tuple[dict, list[dict]]) -> None:
+def test_two_ranks_compute_what_one_does(layout: str, actual: tuple[dict, list[dict]]) -> None:
     """Loss and every gradient, and with the identity codec; TACO in int8 nearly. Bytes are c10d's (above)."""
-    serial, ranks = found
+    serial, ranks = actual
     loss, gradients, _ = serial[layout, "none"]
     assert any("linear_kv_down_proj" in name for name in gradients)
     assert any("eh_proj" in name for name in gradients), "of the second token"
-    for found in ranks:
+    for actual in ranks:
         for codec in ("none", "identity"):
-            own_loss, own, _ = found[layout, codec]
+            own_loss, own, _ = actual[layout, codec]
             assert own_loss == pytest.approx(loss, rel=1e-6)
             for name, expected in gradients.items():
                 torch.testing.assert_close(
                     own[name], expected, rtol=1e-4, atol=1e-6, msg=f"{codec} {name}"
                 )
-        coarse, rough, rows = found[layout, CODED]
+        coarse, rough, rows = actual[layout, CODED]
         assert coarse == pytest.approx(loss, rel=0.003) and coarse != loss
         kinds = {(row["traffic"], row["kind"]) for row in rows}
         assert kinds == {("tp.forward", "compressed"), ("tp.backward", "compressed")}
@@ -95,10 +95,11 @@ def test_two_ranks_compute_what_one_does(layout: str, found: tuple[dict, list[di
         assert all(torch.equal(rough[name], ranks[0][layout, CODED][1][name]) for name in rough)
 
 
-def test_attention_of_megatron_core(found: tuple[dict, list[dict]]) -> None:
+def test_attention_of_megatron_core(actual: tuple[dict, list[dict]]) -> None:
     """As Transformer Engine's layers have it: the bits and the bytes of ours."""
-    for ranks in found[1]:
+    for ranks in actual[1]:
         (theirs,) = (key for key in ranks if "Engine" in key[1])
-        (loss, gradients, rows), ours = ranks[theirs], ranks[theirs[0], CODED]
+        (loss, gradients, rows) = ranks[theirs]
+        ours = ranks[theirs[0], CODED]
         assert (loss, rows) == (ours[0], ours[2])
         assert all(torch.equal(gradients[name], value) for name, value in ours[1].items())

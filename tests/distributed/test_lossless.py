@@ -33,8 +33,10 @@ def rank_tensor(rank: int, rows: int, size: int, dtype: torch.dtype, wild: bool)
 
 def collectives_worker(rank: int, world_size: int) -> dict[str, int]:
     """Every collective against torch's sums, the flag asked before it sends; the bytes sent by case."""
-    codec, group = parse_codec("lossless"), dist.group.WORLD
-    transports, sent = Transports("collective", communicators=2), {}
+    codec = parse_codec("lossless")
+    group = dist.group.WORLD
+    transports = Transports("collective", communicators=2)
+    sent = {}
     transports.prepare([group])
     for dtype in (torch.bfloat16, torch.float32):
         for wild in (None, 0, world_size - 1):  # no rank's values, the first's, the last's
@@ -44,7 +46,8 @@ def collectives_worker(rank: int, world_size: int) -> dict[str, int]:
                     for r in range(world_size)
                 ]
                 exact = sum((other.float() for other in x[1:]), x[0].float())
-                before, total = x[rank].clone(), 0
+                before = x[rank].clone()
+                total = 0
 
                 def count(operation: str, nbytes: int) -> None:
                     nonlocal total
@@ -84,12 +87,12 @@ def test_collectives(world_size: int) -> None:
 
 def observed(run: Run) -> dict[str, dict[str, int]]:
     """What a run of observed_lossless.py prints, of all ranks together."""
-    found: dict[str, dict[str, int]] = {"passes": {}, "asked": {}}
+    actual: dict[str, dict[str, int]] = {"passes": {}, "asked": {}}
     for line in re.findall(r"observed (\{.*\})", run.output):
         for name, counts in json.loads(line).items():
             for key, count in counts.items():
-                found[name][key] = found[name].get(key, 0) + count
-    return found
+                actual[name][key] = actual[name].get(key, 0) + count
+    return actual
 
 
 EVERY_MESSAGE = ("--compression-min-mb", "0")
@@ -120,9 +123,11 @@ def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
         )
 
     plain = run()
-    losses, evaluated = plain.losses, plain.output.count("validation loss")
+    losses = plain.losses
+    evaluated = plain.output.count("validation loss")
     assert len(set(losses.values())) == len(losses) == 4 and evaluated
-    once, compressed = observed(plain)["passes"], run(compression, "lossless", *more)
+    once = observed(plain)["passes"]
+    compressed = run(compression, "lossless", *more)
     assert compressed.losses == losses
     for line in re.findall("validation loss.*", plain.output):
         assert line in compressed.output

@@ -75,7 +75,8 @@ def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
             lambda module, args, output: hashes.append(digest(output[0]))
         )
     losses = [model(**batch(step, rank, BATCH)).mean() for step in range(2)]
-    forward, hashes[:] = list(hashes), []
+    forward = list(hashes)
+    hashes[:] = []
     for loss in losses:
         loss.backward()
     assert len(set(forward)) == 2 * LAYERS
@@ -171,7 +172,7 @@ def test_messages_are_the_hand_count(
     audited: list[dict], sequence_parallel: bool, channel: str
 ) -> None:
     """Uncompressed for one reason, or all payload of 8.5 bits; of a warm-up iteration each."""
-    wanted = {
+    expected = {
         operation: 2 * count * FACTORS[operation] * MESSAGE // 2
         for operation, count in MESSAGES[sequence_parallel, channel].items()
     }
@@ -191,20 +192,21 @@ def test_messages_are_the_hand_count(
                         ]
                 share = 2 if len(kinds) == 2 else 1
                 assert stands_for == {
-                    operation: size // share for operation, size in wanted.items()
+                    operation: size // share for operation, size in expected.items()
                 }
             if name == "compressed":
-                assert sum(row["sent_bytes"] for row in rows) * 16 == sum(wanted.values()) * 8.5
+                assert sum(row["sent_bytes"] for row in rows) * 16 == sum(expected.values()) * 8.5
 
 
-GROUPS, HEADS = 2, 4
+GROUPS = 2
+HEADS = 4
 QKV = SEQUENCE * BATCH * (HIDDEN + 2 * GROUPS * HIDDEN // HEADS) * 4  # fp32, all ranks'
 
 
 def few_groups_worker(rank: int, world_size: int, sequence_parallel: bool) -> dict:
     """Loss and gradients without compression, with an exact codec and with TACO; both ledgers and audits."""
     start_model_parallel(world_size)
-    found = {}
+    actual = {}
     changes = dict(num_query_groups=GROUPS, qk_layernorm=True, sequence_parallel=sequence_parallel)
     for name, codec in (("off", "none"), ("exact", "identity"), ("taco", "taco:format=int8")):
         run = run_with(codec)
@@ -216,17 +218,17 @@ def few_groups_worker(rank: int, world_size: int, sequence_parallel: bool) -> di
         # On GPUs payloads may travel through shared memory, which is no operation of torch.distributed.
         assert torch.cuda.is_available() or total_of(rows) == audit.sent, name
         gradients = {key: value.grad for key, value in model.named_parameters()}
-        found[name] = float(loss.detach()), gradients, rows
-    for key, exact in found["off"][1].items():
-        torch.testing.assert_close(found["exact"][1][key], exact, rtol=1e-4, atol=1e-6, msg=key)
-    return {name: (loss, rows) for name, (loss, _, rows) in found.items()}
+        actual[name] = float(loss.detach()), gradients, rows
+    for key, exact in actual["off"][1].items():
+        torch.testing.assert_close(actual["exact"][1][key], exact, rtol=1e-4, atol=1e-6, msg=key)
+    return {name: (loss, rows) for name, (loss, _, rows) in actual.items()}
 
 
 def check_few_groups(sequence_parallel: bool, **options) -> None:
     """At TP 4 and two groups, over the backend that ``options`` name: nothing goes uncompressed."""
     world_size = 4
-    for found in spawn(few_groups_worker, world_size, sequence_parallel, **options):
-        (plain_loss, plain), (exact_loss, _), (taco_loss, taco) = found.values()
+    for actual in spawn(few_groups_worker, world_size, sequence_parallel, **options):
+        (plain_loss, plain), (exact_loss, _), (taco_loss, taco) = actual.values()
         assert exact_loss == pytest.approx(plain_loss, rel=1e-6)
         assert taco_loss == pytest.approx(plain_loss, rel=0.01) and taco_loss != plain_loss
         for channel, operation in (("tp.forward", "all_gather"), ("tp.backward", "reduce_scatter")):

@@ -56,10 +56,8 @@ def test_fused_gradients_are_the_unfused_ones(results, name: str) -> None:
     exact = setup.dtype == torch.float32
     tolerance = 2e-6 if exact else 2**-7 if setup.fp32_gradients else 2**-6
     for rank in results:
-        (none, plain, losses), (fused, gradients, fused_losses) = (
-            rank[name][False],
-            rank[name][True],
-        )
+        (none, plain, losses) = rank[name][False]
+        (fused, gradients, fused_losses) = rank[name][True]
         assert (
             not none and fused <= setup.fused and (fused == setup.fused or name == "virtual stages")
         )
@@ -73,8 +71,8 @@ def test_fused_gradients_are_the_unfused_ones(results, name: str) -> None:
 def test_halves_are_added_before_ranks_sum_them(results) -> None:
     """DDP's hook runs once for both halves of a micro-batch, be they recomputed."""
     for rank in results:
-        whole, halves = (rank[name][True][1] for name in ("recomputed", "recomputed in halves"))
-        for parameter, gradient in whole.items():
+        complete, halves = (rank[name][True][1] for name in ("recomputed", "recomputed in halves"))
+        for parameter, gradient in complete.items():
             assert (halves[parameter] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), (
                 parameter
             )
@@ -115,7 +113,9 @@ def _train(rank: int, setup: Setup, fusion: bool) -> tuple:
     settings = dict(params_dtype=setup.dtype, bf16=setup.dtype == torch.bfloat16, lr=2e-3)
     settings |= dict(use_distributed_optimizer=True, overlap_param_gather=True)
     optimizer = get_megatron_optimizer(OptimizerConfig(**settings), [wrapped])
-    copy, losses, first = parallel_state.get_data_parallel_rank(), [], None
+    copy = parallel_state.get_data_parallel_rank()
+    losses = []
+    first = None
     for iteration in range(ITERATIONS):
         run.step = iteration
         wrapped.zero_grad_buffer()
@@ -140,7 +140,8 @@ def _pipeline(rank: int, fusion: bool) -> tuple:
 
     changes = dict(ASYNC, gradient_accumulation_fusion=fusion)
     chunks = _build(rank, Case("", 2, tensor=2, virtual=2, changes=changes))
-    run, losses = run_with("int6"), []
+    run = run_with("int6")
+    losses = []
     hooks.TensorParallel(run.config, run).attach(chunks)
     wrapped = [_wrapped(chunk, True) for chunk in chunks]
     sizes = dict(num_microbatches=4, seq_length=32, micro_batch_size=2, forward_only=False)

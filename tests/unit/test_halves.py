@@ -25,7 +25,10 @@ class _Linear(torch.nn.Module):
 
     def __init__(self, function, weight: torch.nn.Parameter, site: OneRankSite) -> None:
         super().__init__()
-        self.weight, self.function, self.site, self.deferred = weight, function, site, None
+        self.weight = weight
+        self.function = function
+        self.site = site
+        self.deferred = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         messages = self.site.pair("tp.forward", "tp.backward", x.nbytes)
@@ -39,11 +42,13 @@ class _Mlp(torch.nn.Module):
 
     def __init__(self, name: str, log: list[str], weights: "_Weights") -> None:
         super().__init__()
-        self.norm, site = weights.norm, OneRankSite(log, name)
+        self.norm = weights.norm
+        site = OneRankSite(log, name)
         self.first = _Linear(column_parallel_linear, weights.first, site)
         self.second = _Linear(row_parallel_linear, weights.second, site)
         self.first.deferred = self.second.deferred = DeferredWeightGradient(self.second)
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         self.log.append(f"{self.name} computes")
@@ -81,7 +86,8 @@ def _run() -> tuple[list[str], list[str]]:
         for half in "12"
     ]
     outputs = interleave([Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in mlps], inputs)
-    forward, log[:] = list(log), []
+    forward = list(log)
+    log[:] = []
     sum(one.square().sum() for one in outputs).backward()
     return forward, log
 

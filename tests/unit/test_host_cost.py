@@ -97,7 +97,9 @@ def reduced(site: CommSite, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("ranks", "most"), [(2, 18), (4, 23)])
 def test_an_all_reduce_enters_few_python_frames(ranks: int, most: int) -> None:
     """Ours alone: neither torch's nor those of the codec and of the backend."""
-    site, x, frames = site_of(ranks), torch.arange(8.0), []
+    site = site_of(ranks)
+    x = torch.arange(8.0)
+    frames = []
     reduced(site, x)
 
     def enter(frame: FrameType, event: str, _: object) -> None:
@@ -124,13 +126,14 @@ def test_an_all_reduce_enters_few_python_frames(ranks: int, most: int) -> None:
 def test_an_all_reduce_is_little_more_than_its_codec_and_its_exchanges(
     ranks: int, total: list, sent: dict[str, int]
 ) -> None:
-    site, x = site_of(ranks), torch.arange(8.0)
+    site = site_of(ranks)
+    x = torch.arange(8.0)
     with Operations() as operations:
         assert reduced(site, x).tolist() == total
     calls = 2 * len(sent) + 3  # of exchanges, and of the codec
     assert operations.seen.total() - calls <= 6, operations.seen
-    found = {row["operation"]: row["sent_bytes"] for row in site.run.ledger.rows()}
-    assert found == sent | {"instead_of_all_reduce": 0}
+    actual = {row["operation"]: row["sent_bytes"] for row in site.run.ledger.rows()}
+    assert actual == sent | {"instead_of_all_reduce": 0}
 
 
 class RankZero(Ranks):

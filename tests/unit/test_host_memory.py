@@ -27,12 +27,17 @@ class Node:
     """Runs once, after others and when it is ready."""
 
     def __init__(self, after: list["Node"], run, ready) -> None:
-        self.after, self.run, self.ready, self.replay = [*dict.fromkeys(after)], run, ready, 0
+        self.after = [*dict.fromkeys(after)]
+        self.run = run
+        self.ready = ready
+        self.replay = 0
 
 
 class Graph:
     def __init__(self) -> None:
-        self.nodes, self.ends, self.active = [], [], True
+        self.nodes = []
+        self.ends = []
+        self.active = True
 
 
 class Driver:
@@ -93,24 +98,31 @@ class Driver:
     cuMemcpyHtoDAsync_v2 = cuMemcpyDtoDAsync_v2 = cuMemcpyDtoHAsync_v2
 
     def begin_capture(self) -> Graph:
-        self.graph, self.current, self.captured = Graph(), CAPTURING, {CAPTURING: []}
+        self.graph = Graph()
+        self.current = CAPTURING
+        self.captured = {CAPTURING: []}
         return self.graph
 
     def end_capture(self) -> bool:
         """Whether all streams of the capture have come back to the first."""
-        graph, ends = self.graph, self.captured[CAPTURING]
+        graph = self.graph
+        ends = self.captured[CAPTURING]
         graph.active = False
-        joined, new = set(ends), list(ends)
+        joined = set(ends)
+        new = list(ends)
         while new:
             more = [node for node in new.pop().after if node not in joined]
             joined.update(more)
             new += more
-        self.graph, self.current, self.captured = None, MAIN, {}
+        self.graph = None
+        self.current = MAIN
+        self.captured = {}
         return joined >= set(graph.nodes)
 
     def replay(self, graph: Graph, number: int) -> None:
         """After the stream's earlier work and the graph's own earlier replay, as CUDA does."""
-        before, copies = [*self.ends[self.current], *graph.ends], {}
+        before = [*self.ends[self.current], *graph.ends]
+        copies = {}
         for node in graph.nodes:
             copies[node] = copy = Node(
                 [copies[one] for one in node.after] or before, node.run, node.ready
@@ -125,21 +137,32 @@ class Rank:
     """Launches exchanges, captures and replays, each with what fills its input and checks its output."""
 
     def __init__(self, rank: int, world: int, base: int, one_queue: bool) -> None:
-        self.rank, self.world, self.driver, self.buffers = rank, world, Driver(), []
+        self.rank = rank
+        self.world = world
+        self.driver = Driver()
+        self.buffers = []
         self.engines = engines = CopyEngines.__new__(CopyEngines)
-        engines._driver, engines._device = self.driver, rank
+        engines._driver = self.driver
+        engines._device = rank
         engines._queues = (DOWN if one_queue else UP, DOWN)
-        engines._to_device, engines.events, engines._threads = 0, [], SimpleNamespace(ready=True)
+        engines._to_device = 0
+        engines.events = []
+        engines._threads = SimpleNamespace(ready=True)
         GraphObserver.__init__(engines, set)
         engines._replayed = None
         self.memory = memory = HostMemory.__new__(HostMemory)
-        memory.rank, memory.world, memory._base, memory._streams = rank, world, base, engines
-        memory._rings, memory._slot = 4096, host_memory.largest(world)
+        memory.rank = rank
+        memory.world = world
+        memory._base = base
+        memory._streams = engines
+        memory._rings = 4096
+        memory._slot = host_memory.largest(world)
         self.checked = self.replays = 0
 
     def start(self, number: int, sizes: list[list[int]]):
         """An exchange on the current stream; returns what waits for it on the then current one."""
-        driver, key = self.driver, number * 1009
+        driver = self.driver
+        key = number * 1009
         sends, receives = (
             [ctypes.create_string_buffer(size + 1) for size in row]
             for row in (sizes[self.rank], [row[self.rank] for row in sizes])
@@ -176,7 +199,8 @@ class Rank:
 
     def capture(self, fails: bool, starts) -> Graph:
         """Exchanges on two streams of one capture, the other stream forked and joined."""
-        driver, engines = self.driver, self.engines
+        driver = self.driver
+        engines = self.engines
         graph = driver.begin_capture()
         engines.capture_begun(graph)
         engines._put_after(CAPTURING, FORKED)
@@ -244,10 +268,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
 def launch(rank: Rank, seed: int, count: int) -> None:
     """A program that all ranks run: exchanges under way on two streams, captures (some fail), replays."""
-    choose, driver, graphs, waits = random.Random(seed), rank.driver, [], []
+    choose = random.Random(seed)
+    driver = rank.driver
+    graphs = []
+    waits = []
 
     def start() -> object:
-        number, choices = choose.randrange(10**6), (0, 0, 1, 64, 300, 700, 3000)
+        number = choose.randrange(10**6)
+        choices = (0, 0, 1, 64, 300, 700, 3000)
         sizes = [[choose.choice(choices) for _ in range(rank.world)] for _ in range(rank.world)]
         return lambda: rank.start(number, sizes)
 
@@ -299,7 +327,8 @@ def test_a_capture_may_wait_for_an_exchange_that_was_launched_before(ranks) -> N
         rank.engines.capture_ended()
         handle = rank.start(2, [[0, 3000], [3000, 0]])
         into = rank.buffers[-1 - rank.rank]
-        rank.driver.current, rank.replays = OTHER, -1  # it checks the bytes that were launched
+        rank.driver.current = OTHER
+        rank.replays = -1  # it checks the bytes that were launched
         rank.replay(graph)
         rank.driver.launch(OTHER, lambda replay, into=into: arrived.append(any(into[2900:-1])))
         handle()
@@ -311,9 +340,13 @@ def test_after_an_exchange_that_broke_off_nobody_goes_on(
 ) -> None:
     """Rather than to take one exchange's bytes for the next one's."""
     group, _ = ranks(2)
-    sizes, copies, whole = [[0, 1000], [1000, 0]], iter([0, 0]), Driver.cuMemcpyDtoHAsync_v2
+    sizes = [[0, 1000], [1000, 0]]
+    copies = iter([0, 0])
+    complete = Driver.cuMemcpyDtoHAsync_v2
     with monkeypatch.context() as patch:
-        patch.setattr(Driver, "cuMemcpyDtoHAsync_v2", lambda *to: next(copies, 700) or whole(*to))
+        patch.setattr(
+            Driver, "cuMemcpyDtoHAsync_v2", lambda *to: next(copies, 700) or complete(*to)
+        )
         with pytest.raises(host_memory.HostMemoryError, match="700"):
             group[0].start(1, sizes)
     group[1].start(1, sizes)()

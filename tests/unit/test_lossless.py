@@ -43,8 +43,8 @@ def test_every_bit_of_any_shape_and_stride(shape: tuple[int, ...], dtype: torch.
         x = flat.view(3, *shape)
         codec, payloads = overflow.encode(LOSSLESS, x, Asked)
         assert payloads.shape[1] == codec.message_bytes(shape, dtype), name
-        found = codec.decode(payloads, shape, dtype)
-        assert found.shape == x.shape and torch.equal(bits(found), bits(x)), name
+        actual = codec.decode(payloads, shape, dtype)
+        assert actual.shape == x.shape and torch.equal(bits(actual), bits(x)), name
         strided = torch.empty(3, *shape[::-1], dtype=dtype).permute(0, *range(len(shape), 0, -1))
         strided.copy_(x)
         assert torch.equal(codec.encode(strided), payloads), name

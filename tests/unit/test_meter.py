@@ -30,7 +30,8 @@ def _error_of(tensor: torch.Tensor, codec: Codec | None = None) -> float:
 @pytest.mark.parametrize("shape", [(8, 2, 64), (3, 128), (50,), (300, 7)])
 def test_small_tensor_is_measured_in_whole_groups(shape) -> None:
     """The error is the codec's on the same values; what is left over after the last group is not seen."""
-    x, codec = _values(*shape), _codec()
+    x = _values(*shape)
+    codec = _codec()
     seen = x.reshape(-1)[: x.numel() // GROUP * GROUP or None]
     decoded = codec.decode(codec.encode(seen[None]), seen.shape, seen.dtype)[0]
     expected = float((decoded - seen).norm() / seen.norm())
@@ -67,7 +68,8 @@ def test_overflow_of_the_input_is_not_the_codecs_error() -> None:
     """Groups that come in with Inf or NaN (fp16, before the loss scaler has found its scale) are left out."""
     x = _values(16, GROUP)
     clean = _error_of(x[2:])
-    x[0, 3], x[1, 5] = float("inf"), float("nan")
+    x[0, 3] = float("inf")
+    x[1, 5] = float("nan")
     assert _error_of(x) == pytest.approx(clean, rel=1e-6)
     one_row = _values(4, 256).index_fill(0, torch.tensor(1), float("nan"))
     assert _error_of(one_row, parse_codec("sdp4bit:group=256")) < 1

@@ -21,7 +21,8 @@ def _policy(
 
 def test_choice_follows_layer_error_iteration_and_size() -> None:
     """The kind says why a message is uncompressed; one of the threshold's size is compressed."""
-    iteration, bound = [0], ErrorMeter(0.05)
+    iteration = [0]
+    bound = ErrorMeter(0.05)
     policy = _policy(lambda: iteration[0], bound=bound, start=3, layers="1,output")
 
     def kind(site="site", layer=1, traffic="tp.forward", size=LARGE) -> str:
@@ -65,7 +66,8 @@ def test_codecs_by_site_and_layer() -> None:
         assert decision.reason == ("compressed" if decision.codec else "excluded")
         return decision.codec and decision.codec.name
 
-    fc2, proj = "decoder.layers.{}.mlp.linear_fc2", "decoder.layers.{}.self_attention.linear_proj"
+    fc2 = "decoder.layers.{}.mlp.linear_fc2"
+    proj = "decoder.layers.{}.self_attention.linear_proj"
     assert [name(fc2.format(n), n) for n in range(3)] == ["int8", None, "int5:group=64"]
     assert [name(proj.format(n), n) for n in range(3)] == ["int8", "int8", "int6:outliers=on"]
     assert (

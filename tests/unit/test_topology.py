@@ -103,7 +103,8 @@ def test_what_carries_payloads(
     monkeypatch.setattr("taco_kernels.symmetric_memory.hosts_reason", lambda group: apart)
     monkeypatch.setattr("taco_kernels.symmetric_memory.peer_access_reason", lambda group: strangers)
     monkeypatch.setattr(HostMemory, "__init__", lambda self, group: None)
-    group, transports = mock.Mock(**{"size.return_value": 2}), Transports(choice)
+    group = mock.Mock(**{"size.return_value": 2})
+    transports = Transports(choice)
     if through_host is None:
         with pytest.raises(TransportError, match=words):
             transports.host_memory(group)

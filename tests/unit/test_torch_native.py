@@ -15,7 +15,10 @@ from megatron.compression.torch_native.norm import RowRMSNorm, TorchLayerNorm, T
 from megatron.compression.torch_native.spec import block_spec, rotary
 from tests.unit.one_rank import DEVICE, config, one_rank  # noqa: F401  (a fixture for every test here)
 
-SEQUENCE, BATCH, HEADS, HEAD_DIM = 12, 3, 4, 16
+SEQUENCE = 12
+BATCH = 3
+HEADS = 4
+HEAD_DIM = 16
 
 
 def attentions(groups: int, **changes) -> tuple[SDPACoreAttention, DotProductAttention]:
@@ -72,18 +75,19 @@ def test_attention_agrees_with_dot_product_attention(groups, make_mask) -> None:
 def test_fewer_queries_than_keys_are_the_last(dtype) -> None:
     """Of two parts of a sequence, the gradients of the earlier one's keys and values too."""
     ours, _ = attentions(2)
-    whole, parts = random_qkv(2, dtype), random_qkv(2, dtype)
+    complete = random_qkv(2, dtype)
+    parts = random_qkv(2, dtype)
     query, key, value = parts
     outputs = (
-        ours(*whole, None),
+        ours(*complete, None),
         torch.cat([ours(query[:5], key[:5], value[:5], None), ours(query[5:], key, value, None)]),
     )
     for output in outputs:
         output.square().sum().backward()
     tolerance = dict(rtol=0.05, atol=0.05) if dtype is torch.bfloat16 else {}
     torch.testing.assert_close(*outputs, **tolerance)
-    for found, wanted in zip(parts, whole, strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, **tolerance)
+    for actual, expected in zip(parts, complete, strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, **tolerance)
     with pytest.raises(ValueError, match="12 queries over 3 keys"):
         ours(query, key[-3:], value[-3:], None)
 
@@ -92,8 +96,10 @@ def test_dropout_draws_from_the_tensor_parallel_random_state() -> None:
     attention, _ = attentions(2, attention_dropout=0.5)
     inputs = random_qkv(2)
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    start, outer = tracker.get_states(), torch.cuda.get_rng_state()
-    first, second = attention(*inputs, None), attention(*inputs, None)
+    start = tracker.get_states()
+    outer = torch.cuda.get_rng_state()
+    first = attention(*inputs, None)
+    second = attention(*inputs, None)
     assert torch.equal(torch.cuda.get_rng_state(), outer), (
         "the state outside the tracker must not move"
     )
@@ -140,14 +146,17 @@ def test_refusals_at_run_time() -> None:
 @pytest.mark.parametrize("norm", [TorchLayerNorm, TorchRMSNorm])
 def test_gamma_and_dtypes(norm) -> None:
     """A stored gamma less 1; bf16 is the fp32 result rounded; an fp32 residual gives the weights' dtype."""
-    plain, centred = norm(config(), 48), norm(config(layernorm_zero_centered_gamma=True), 48)
+    plain = norm(config(), 48)
+    centred = norm(config(layernorm_zero_centered_gamma=True), 48)
     assert (plain.weight == 1).all() and (centred.weight == 0).all()
-    gamma, x = torch.randn(48), torch.randn(6, 48)
+    gamma = torch.randn(48)
+    x = torch.randn(6, 48)
     with torch.no_grad():
         plain.weight.copy_(gamma)
         centred.weight.copy_(gamma - 1)
     torch.testing.assert_close(centred(x), plain(x))
-    module, x = norm(config(), 256), (torch.randn(64, 256) * 30 + 5).bfloat16()
+    module = norm(config(), 256)
+    x = (torch.randn(64, 256) * 30 + 5).bfloat16()
     exact = module(x.float())
     torch.testing.assert_close(module.bfloat16()(x).float(), exact, rtol=2**-7, atol=1e-6)
     residual = x.float().requires_grad_()

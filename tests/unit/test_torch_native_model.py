@@ -59,7 +59,7 @@ MODELS = {"gpt": {"normalization": "LayerNorm"}, "qwen": QWEN}
 def test_ten_iterations_give_megatron_cores_losses(name) -> None:
     """fp32: the torch-native block against megatron-core's local spec, from the same weights."""
     reference = build(megatron_core_layers, **MODELS[name])
-    wanted = train(reference, with_mask=True)
+    expected = train(reference, with_mask=True)
     assert isinstance(
         reference.decoder.layers[0].self_attention.core_attention, DotProductAttention
     )
@@ -68,8 +68,8 @@ def test_ten_iterations_give_megatron_cores_losses(name) -> None:
         assert isinstance(model.decoder.layers[0].self_attention.core_attention, SDPACoreAttention)
         assert model.state_dict().keys() == reference.state_dict().keys()
         losses = train(model, with_mask)
-        torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=0)
-    assert wanted[-1] < wanted[0] - 0.3, "it must really have trained"
+        torch.testing.assert_close(losses, expected, rtol=2e-5, atol=0)
+    assert expected[-1] < expected[0] - 0.3, "it must really have trained"
 
 
 @pytest.mark.slow
@@ -96,10 +96,10 @@ def test_rope_fusion_works_without_transformer_engine(monkeypatch) -> None:
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         config(apply_rope_fusion=True)
     assert gaps.fill_rope_slot(rotary) and gaps.fill_rope_slot(rotary)
-    wanted = train(build(gpt_layer_spec, **MODELS["qwen"]), with_mask=False)
+    expected = train(build(gpt_layer_spec, **MODELS["qwen"]), with_mask=False)
     monkeypatch.delattr(rope_utils, "_apply_rotary_pos_emb_bshd")  # the unfused path cannot run
     losses = train(build(gpt_layer_spec, **MODELS["qwen"], apply_rope_fusion=True), with_mask=False)
-    torch.testing.assert_close(losses, wanted, rtol=2e-5, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=2e-5, atol=0)
 
 
 def test_causal_mask_is_left_out_unless_documents_reset_it() -> None:

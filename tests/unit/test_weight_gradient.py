@@ -14,7 +14,8 @@ from tests.unit.test_overlap import OneRankPair, OneRankSite
 
 def test_weights_without_main_grad_keep_their_gradient() -> None:
     """A model that DDP does not wrap trains as ever."""
-    x, weight = torch.randn(6, 2, 8), torch.nn.Parameter(torch.randn(12, 8))
+    x = torch.randn(6, 2, 8)
+    weight = torch.nn.Parameter(torch.randn(12, 8))
     column_parallel_linear(
         x, weight, None, OneRankPair(OneRankSite([], "fc1")), False, fusion=True
     ).sum().backward()
@@ -24,7 +25,8 @@ def test_weights_without_main_grad_keep_their_gradient() -> None:
 def test_dropped_gradients_follow_the_protocol() -> None:
     """Zero where an embedding adds its own gradient to it; none where no DDP asks for one."""
     weight = torch.nn.Parameter(torch.randn(4, 3).bfloat16())
-    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    weight.grad_added_to_main_grad = False
+    weight.zero_out_wgrad = True
     assert torch.equal(dropped_gradient(weight), torch.zeros(4, 3).bfloat16())
     assert weight.grad_added_to_main_grad
     del weight.grad_added_to_main_grad
@@ -48,8 +50,8 @@ def test_megatrons_default_stands_without_apex(changes: dict, fused: bool, monke
     asked = dict(transformer_impl="local", gradient_accumulation_fusion=True)
     others = dict(use_megatron_fsdp=False, defer_embedding_wgrad_compute=False)
     args = Namespace(**{**asked, **others, **changes})
-    said = spec._fuse_weight_gradients(args)
+    lines = spec._fuse_weight_gradients(args)
     assert args.gradient_accumulation_fusion == fused
     off = next((f"--{name.replace('_', '-')}" for name in changes if name in others), None)
-    assert said is None if fused or off is None else said.startswith(off)
+    assert lines is None if fused or off is None else lines.startswith(off)
     assert bool(filled) == changes.get("gradient_accumulation_fusion", True)

@@ -9,7 +9,8 @@ class Pending:
     """An exchange in flight that writes down when it is waited for."""
 
     def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
+        self.log = log
+        self.name = name
 
     def wait(self) -> None:
         self.log.append(f"{self.name} waited")
