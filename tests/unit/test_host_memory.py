@@ -4,7 +4,6 @@ order that streams, events and graphs allow."""
 import ctypes
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +11,10 @@ import torch
 from megatron.compression.communication import host_memory
 from megatron.compression.communication.host_memory import (
     SLOTS,
-    CopyEngines,
+    CopyQueues,
     DeviceBytes,
-    HostMemory,
+    Rings,
 )
-from taco_kernels.common.graph_events import GraphObserver
 
 PATTERN = random.Random(0).randbytes(1 << 16)
 UP, DOWN, MAIN, OTHER, CAPTURING, FORKED = range(1, 7)
@@ -97,6 +95,9 @@ class Driver:
 
     cuMemcpyHtoDAsync_v2 = cuMemcpyDtoDAsync_v2 = cuMemcpyDtoHAsync_v2
 
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        return 0
+
     def begin_capture(self) -> Graph:
         self.graph = Graph()
         self.current = CAPTURING
@@ -140,24 +141,12 @@ class Rank:
         self.rank = rank
         self.world = world
         self.driver = Driver()
-        self.buffers = []
-        self.engines = engines = CopyEngines.__new__(CopyEngines)
-        engines._driver = self.driver
-        engines._device = rank
-        engines._queues = (DOWN if one_queue else UP, DOWN)
-        engines._to_device = 0
-        engines.events = []
-        engines._threads = SimpleNamespace(ready=True)
-        GraphObserver.__init__(engines, set)
-        engines._replayed = None
-        self.memory = memory = HostMemory.__new__(HostMemory)
-        memory.rank = rank
-        memory.world = world
-        memory._base = base
-        memory._streams = engines
-        memory._rings = 4096
-        memory._slot = host_memory.largest(world)
-        self.checked = self.replays = 0
+        self.buffers: list[ctypes.Array] = []
+        queues = (DOWN if one_queue else UP, DOWN)
+        self.engines = CopyQueues(self.driver, rank, ctypes.c_void_p(), queues, to_device=0)
+        self.memory = Rings(rank, world, base, self.engines)
+        self.checked = 0
+        self.replays = 0
 
     def start(self, number: int, sizes: list[list[int]]):
         """An exchange on the current stream; returns what waits for it on the then current one."""

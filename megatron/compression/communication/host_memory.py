@@ -147,74 +147,40 @@ def largest(world: int) -> int:
     return max((16 << 20) // world // mmap.PAGESIZE * mmap.PAGESIZE, LEAST)
 
 
-class CopyEngines(GraphObserver[set[int]]):
+class CopyQueues(GraphObserver[set[int]]):
     """Two CUDA streams of copies, one a direction, with waits for values in memory.
 
-    The driver's functions are called directly: they cost the host a fraction of torch's. The
-    streams keep exchanges in order, in a capture too. A replay runs on other streams: it waits for
-    the exchanges before it, and those after it wait for it.
+    The streams keep exchanges in order, in a capture too. A replay runs on other streams: it waits
+    for the exchanges before it, and those after it wait for it.
 
     Args:
-        pinned: address of the memory that is registered and copied through.
-        size: its bytes.
-
-    Raises:
-        HostMemoryError: the driver does not know such waits, or cannot register the memory.
+        driver: the CUDA driver's functions, called directly: they cost the host a fraction of
+            torch's.
+        device: number of the device.
+        context: its context.
+        queues: the stream of copies to the device, and that of copies to host memory.
+        to_device: what is added to an address in host memory for the device to find it.
     """
 
-    def __init__(self, pinned: int, size: int) -> None:
+    def __init__(
+        self,
+        driver: Any,
+        device: int,
+        context: ctypes.c_void_p,
+        queues: tuple[int, int],
+        to_device: int,
+    ) -> None:
         super().__init__(set)  # a graph's streams with exchanges
-        torch.cuda.synchronize()  # this thread has the device's context from here on
-        self._device = torch.cuda.current_device()
-        self._driver = driver = ctypes.CDLL("libcuda.so.1")
-        handle, address, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
-        for name, *arguments in (
-            ("cuCtxGetCurrent", ctypes.POINTER(handle)),
-            ("cuCtxSetCurrent", handle),
-            ("cuMemHostRegister_v2", handle, ctypes.c_size_t, number),
-            ("cuMemHostUnregister", handle),
-            ("cuMemcpyDtoHAsync_v2", handle, address, ctypes.c_size_t, handle),
-            ("cuMemcpyHtoDAsync_v2", address, handle, ctypes.c_size_t, handle),
-            ("cuMemcpyDtoDAsync_v2", address, address, ctypes.c_size_t, handle),
-            ("cuStreamWaitValue32_v2", handle, address, number, number),
-            ("cuStreamWriteValue32_v2", handle, address, number, number),
-            ("cuMemHostGetDevicePointer_v2", ctypes.POINTER(address), handle, number),
-            ("cuEventCreate", ctypes.POINTER(handle), number),
-            ("cuEventRecord", handle, handle),
-            ("cuStreamWaitEvent", handle, handle, number),
-        ):
-            if not hasattr(driver, name):
-                raise HostMemoryError(f"the driver has no {name}")
-            getattr(driver, name).argtypes = arguments
-        self._context = handle()
+        self._driver = driver
+        self._device = device
+        self._context = context
+        self._queues = queues
+        self._to_device = to_device
         self._threads = threading.local()
-        check(driver.cuCtxGetCurrent(ctypes.byref(self._context)))
-        self._streams = torch.cuda.Stream(), torch.cuda.Stream()
-        # Copies to the device, and copies to host memory: ``Step.sends`` is the index.
-        self._queues = tuple(stream.cuda_stream for stream in self._streams)
         self.events: list[int] = []
         """Events that nobody waits for, to be used again."""
         self._replayed: int | None = None
         """Stream of the last replay, if no exchange has waited for it."""
-        # Not by cudaHostRegister, whose failure torch would find after its next kernel.
-        if error := driver.cuMemHostRegister_v2(pinned, size, _PORTABLE_AND_MAPPED):
-            raise HostMemoryError(f"cuMemHostRegister failed with error {error}")
-        self._pinned = pinned
-        mapped = address()
-        try:
-            check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), pinned, 0))
-            self._to_device = mapped.value - pinned
-            # Where the device has no such waits, this says so.
-            for queue in self._queues:
-                check(driver.cuStreamWaitValue32_v2(queue, mapped, 0, _UNTIL_EQUAL))
-        except HostMemoryError:
-            self.close()
-            raise
-        observe(self)
-
-    def close(self) -> None:
-        """Unregister the memory."""
-        self._driver.cuMemHostUnregister(self._pinned)
 
     def begin(self) -> None:
         """Let both streams wait for what has been launched, and for a replay on another stream."""
@@ -314,6 +280,73 @@ class CopyEngines(GraphObserver[set[int]]):
         events.clear()
 
 
+class CopyEngines(CopyQueues):
+    """The copy engines of this process' device, with memory that is registered for them.
+
+    Args:
+        pinned: address of the memory that is registered and copied through.
+        size: its bytes.
+
+    Raises:
+        HostMemoryError: the driver does not know such waits, or cannot register the memory.
+    """
+
+    def __init__(self, pinned: int, size: int) -> None:
+        torch.cuda.synchronize()  # this thread has the device's context from here on
+        driver = _load_driver()
+        context = ctypes.c_void_p()
+        check(driver.cuCtxGetCurrent(ctypes.byref(context)))
+        self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+        to_device, to_host = (stream.cuda_stream for stream in self._streams)
+        # Not by cudaHostRegister, whose failure torch would find after its next kernel.
+        if error := driver.cuMemHostRegister_v2(pinned, size, _PORTABLE_AND_MAPPED):
+            raise HostMemoryError(f"cuMemHostRegister failed with error {error}")
+        self._pinned = pinned
+        mapped = ctypes.c_uint64()
+        try:
+            check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), pinned, 0))
+            # Where the device has no such waits, this says so.
+            for queue in (to_device, to_host):
+                check(driver.cuStreamWaitValue32_v2(queue, mapped, 0, _UNTIL_EQUAL))
+        except HostMemoryError:
+            driver.cuMemHostUnregister(pinned)
+            raise
+        device = torch.cuda.current_device()
+        super().__init__(driver, device, context, (to_device, to_host), mapped.value - pinned)
+        observe(self)
+
+    def close(self) -> None:
+        """Unregister the memory."""
+        self._driver.cuMemHostUnregister(self._pinned)
+
+
+def _load_driver() -> ctypes.CDLL:
+    """Return the CUDA driver, whose functions know the types of their arguments."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle = ctypes.c_void_p
+    address = ctypes.c_uint64
+    number = ctypes.c_uint32
+    for name, *arguments in (
+        ("cuCtxGetCurrent", ctypes.POINTER(handle)),
+        ("cuCtxSetCurrent", handle),
+        ("cuMemHostRegister_v2", handle, ctypes.c_size_t, number),
+        ("cuMemHostUnregister", handle),
+        ("cuMemcpyDtoHAsync_v2", handle, address, ctypes.c_size_t, handle),
+        ("cuMemcpyHtoDAsync_v2", address, handle, ctypes.c_size_t, handle),
+        ("cuMemcpyDtoDAsync_v2", address, address, ctypes.c_size_t, handle),
+        ("cuStreamWaitValue32_v2", handle, address, number, number),
+        ("cuStreamWriteValue32_v2", handle, address, number, number),
+        ("cuMemHostGetDevicePointer_v2", ctypes.POINTER(address), handle, number),
+        ("cuEventCreate", ctypes.POINTER(handle), number),
+        ("cuEventRecord", handle, handle),
+        ("cuStreamWaitEvent", handle, handle, number),
+    ):
+        if not hasattr(driver, name):
+            raise HostMemoryError(f"the driver has no {name}")
+        getattr(driver, name).argtypes = arguments
+    return driver
+
+
 def check(error: int) -> None:
     """Raise HostMemoryError where a call of the driver has returned an error."""
     if error:
@@ -331,7 +364,7 @@ class _UnderWay:
     """
 
     def __init__(
-        self, engines: CopyEngines, events: list[int], captured: set[int] | None, tensors: Any
+        self, engines: CopyQueues, events: list[int], captured: set[int] | None, tensors: Any
     ) -> None:
         self._engines = engines
         self._events = events
@@ -351,7 +384,59 @@ class _UnderWay:
                 self.wait()
 
 
-class HostMemory:
+class Rings:
+    """The rings of a host's ranks, in memory that they share, and their exchanges.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        base: address of the memory; 0: it is not there yet.
+        streams: copies, as ``CopyQueues`` does.
+    """
+
+    def __init__(self, rank: int, world: int, base: int = 0, streams: Any = None) -> None:
+        self.rank = rank
+        self.world = world
+        self._base = base
+        self._streams = streams
+        self._pairs = world * (world - 1)
+        self._rings = ceil_div(self._pairs * _LINE, mmap.PAGESIZE) * mmap.PAGESIZE
+        """Where the first ring begins, behind the words."""
+        self._slot = largest(world)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the memory."""
+        return self._rings + self._pairs * SLOTS * self._slot
+
+    def exchange(
+        self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], tensors: Any
+    ) -> Any:
+        """Start an exchange between all ranks.
+
+        Args:
+            sends: the bytes for each rank, in this device's memory; they must not change before the
+                end.
+            receives: where the bytes from each rank go.
+            tensors: what both are parts of, kept until the end.
+
+        Returns: a handle whose ``wait`` lets later work wait for the exchange.
+        """
+        streams = self._streams
+        rank = self.rank
+        streams.begin()
+        if sends[rank].size:
+            streams.copy_local(receives[rank].address, sends[rank].address, sends[rank].size)
+        send_bytes = tuple(part.size for part in sends)
+        recv_bytes = tuple(part.size for part in receives)
+        for step in steps(rank, send_bytes, recv_bytes):
+            host = self._base + self._rings + (step.ring * SLOTS + step.slot) * self._slot
+            device = (sends if step.sends else receives)[step.peer].address + step.offset
+            streams.copy(step, host, device, self._base + step.ring * _LINE)
+        return streams.end(tensors)
+
+
+class HostMemory(Rings):
     """Memory that the ranks of a group share, and their exchanges through it.
 
     All ranks make the same exchanges in the same order. The memory is 64 MiB at 2 ranks, 192 at 4,
@@ -369,15 +454,9 @@ class HostMemory:
     def __init__(
         self, group: dist.ProcessGroup, streams: Callable[[int, int], Any] = CopyEngines
     ) -> None:
+        super().__init__(group.rank(), group.size())
         self.group = group
-        self.rank = group.rank()
-        self.world = group.size()
-        pairs = self.world * (self.world - 1)
-        self._rings = ceil_div(pairs * _LINE, mmap.PAGESIZE) * mmap.PAGESIZE
-        """Where the first ring begins, behind the words."""
-        self._slot = largest(self.world)
-        size = self._rings + pairs * SLOTS * self._slot
-        self._streams: Any = None
+        size = self.size
         path = problem = None
         if self.rank == 0:
             path, problem = _create(size)
@@ -417,32 +496,6 @@ class HostMemory:
             if problem:
                 raise HostMemoryError(f"rank {rank}: {problem}")
         return [value for value, _ in answers]
-
-    def exchange(
-        self, sends: Sequence[DeviceBytes], receives: Sequence[DeviceBytes], tensors: Any
-    ) -> Any:
-        """Start an exchange between all ranks.
-
-        Args:
-            sends: the bytes for each rank, in this device's memory; they must not change before the
-                end.
-            receives: where the bytes from each rank go.
-            tensors: what both are parts of, kept until the end.
-
-        Returns: a handle whose ``wait`` lets later work wait for the exchange.
-        """
-        streams = self._streams
-        rank = self.rank
-        streams.begin()
-        if sends[rank].size:
-            streams.copy_local(receives[rank].address, sends[rank].address, sends[rank].size)
-        send_bytes = tuple(part.size for part in sends)
-        recv_bytes = tuple(part.size for part in receives)
-        for step in steps(rank, send_bytes, recv_bytes):
-            host = self._base + self._rings + (step.ring * SLOTS + step.slot) * self._slot
-            device = (sends if step.sends else receives)[step.peer].address + step.offset
-            streams.copy(step, host, device, self._base + step.ring * _LINE)
-        return streams.end(tensors)
 
 
 def _create(size: int) -> tuple[str | None, str | None]:
