@@ -18,24 +18,36 @@ from megatron.compression.communication import Decision, Run, Work
 from megatron.compression.errors import CompressionConfigError, setting
 from megatron.compression.pipeline_parallel.config import message_bytes
 
-FORWARD, BACKWARD = "pp.forward", "pp.backward"
+FORWARD = "pp.forward"
+BACKWARD = "pp.backward"
+SENT = ("send_next", "send_prev")
 RECEIVED = ("recv_prev", "recv_next")
 TRAFFIC = {"send_next": FORWARD, "recv_prev": FORWARD, "send_prev": BACKWARD, "recv_next": BACKWARD}
 """Traffic class of what megatron-core calls its messages."""
 
+_ORDER = ("send_prev", "recv_prev", "send_next", "recv_next")
+"""The order in which ``_batched_p2p_ops`` gives its requests."""
+
 
 class Arrival:
-    """A tensor that is being received: the schedule holds ``tensor``, the transport fills ``buffer``."""
+    """A tensor that is being received: the schedule holds ``tensor``, the transport fills ``buffer``.
+
+    Args:
+        codec: encodes the message; None: it comes as it is.
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
 
     def __init__(self, codec: Codec | None, shape: torch.Size, dtype: torch.dtype) -> None:
-        self._codec, self._shape = codec, shape
+        self._codec = codec
+        self._shape = shape
         device = torch.cuda.current_device()
-        size = (
-            shape if codec is None else 0
-        )  # empty until it is decoded, so that nobody reads it too early
-        self.tensor = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
-        self.buffer = self.tensor
-        if codec is not None:
+        if codec is None:
+            self.tensor = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+            self.buffer = self.tensor
+        else:
+            # Empty until it is decoded, so that nobody reads it too early.
+            self.tensor = torch.empty(0, dtype=dtype, device=device, requires_grad=True)
             size = message_bytes(codec, shape, dtype)
             self.buffer = torch.empty(1, size, dtype=torch.uint8, device=device)
 
@@ -72,8 +84,10 @@ class SendsInFlight:
 
 
 class PipelineExchange:
-    """Sends between pipeline stages, compressed or not, and counts both. Both ends of a message decide from
-    what they know alike: settings, iteration and size."""
+    """Sends between the pipeline stages of one run, compressed or not, and counts both.
+
+    Both ends of a message decide from what they know alike: settings, iteration and size.
+    """
 
     def __init__(self, run: Run) -> None:
         self.policy = run.policy
@@ -81,7 +95,7 @@ class PipelineExchange:
         self.in_flight = SendsInFlight()
 
     def finish(self) -> None:
-        """After each forward-backward pass of a schedule: what it has sent has arrived."""
+        """Wait for what a forward-backward pass has sent; called when the schedule's pass has ended."""
         self.in_flight.flush()
 
     def __call__(
@@ -96,81 +110,125 @@ class PipelineExchange:
         tensor_shape: Sequence[int] | None,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
-        """``P2PCommunicator._communicate``, with its arguments and results."""
+        """Exchange as ``P2PCommunicator._communicate`` does, with its arguments and results.
+
+        Args:
+            communicator: megatron-core's.
+            communicate: its own method, for a run that compresses nothing between stages.
+            tensor_send_next: activations for the next stage; None: nothing is sent there.
+            tensor_send_prev: gradients for the stage before.
+            recv_prev: whether activations come from the stage before.
+            recv_next: whether gradients come from the next stage.
+            tensor_shape: of what comes.
+            wait_on_reqs: wait here, rather than hand out what the schedule waits for.
+
+        Returns:
+            What comes from the stage before and from the next one, and by message what to wait for.
+        """
         refuse_ambiguous_batch(communicator)
         tensors = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        if all(self.policy.rule(traffic).codec is None for traffic in (FORWARD, BACKWARD)):
-            for name, tensor in tensors.items():
-                self._count_uncompressed(TRAFFIC[name], "off", tensor)
-            sent = {"tensor_send_next": tensor_send_next, "tensor_send_prev": tensor_send_prev}
-            due = {"recv_prev": recv_prev, "recv_next": recv_next}
-            return communicate(**sent, **due, tensor_shape=tensor_shape, wait_on_reqs=wait_on_reqs)
+        if not self._compresses():
+            for name in SENT:
+                if tensors[name] is not None:
+                    self._count_uncompressed(TRAFFIC[name], "off", tensors[name])
+            return communicate(
+                tensor_send_next=tensor_send_next,
+                tensor_send_prev=tensor_send_prev,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=wait_on_reqs,
+            )
         if communicator.config.use_ring_exchange_p2p:
             raise CompressionConfigError(
                 "pipeline compression does not reach torch.distributed.ring_exchange; set "
                 f"use_ring_exchange_p2p to False, or drop {setting('pipeline_parallel.compression')}"
             )
-        shapes = (tensor_shape, tensor_shape)
+        shapes = dict.fromkeys(RECEIVED, tensor_shape)
         if communicator.config.variable_seq_lengths or communicator.config.mtp_standalone:
-            shapes = communicator._communicate_shapes(
+            from_prev, from_next = communicator._communicate_shapes(
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next
             )
-        arrivals = {}
+            shapes = {"recv_prev": from_prev, "recv_next": from_next}
+        expected = {"recv_prev": recv_prev, "recv_next": recv_next}
         with torch.no_grad():
-            for name, shape, due in zip(RECEIVED, shapes, (recv_prev, recv_next), strict=True):
-                if due:
-                    arrivals[name] = self._arrival(
-                        communicator.config.pipeline_dtype, TRAFFIC[name], shape
-                    )
-            payloads = {
-                name: self._payload(communicator, TRAFFIC[name], x) for name, x in tensors.items()
+            arrivals = {
+                name: self._arrival(communicator, name, shapes[name])
+                for name in RECEIVED
+                if expected[name]
             }
-            encoded = {name for name, payload in payloads.items() if payload is not tensors[name]}
-            works = self._start(communicator, payloads, encoded, arrivals)
+            works = self._send(communicator, tensors, arrivals)
             if wait_on_reqs:
                 works = _complete(communicator, works, arrivals)
             else:
-                works |= {
-                    name: works[name].then(arrival.decode) for name, arrival in arrivals.items()
-                }
-        received = (arrivals[name].tensor if name in arrivals else None for name in RECEIVED)
+                for name, arrival in arrivals.items():
+                    works[name] = works[name].then(arrival.decode)
+        received = [arrivals[name].tensor if name in arrivals else None for name in RECEIVED]
         return *received, works
+
+    def _compresses(self) -> bool:
+        """Return whether any message between stages has a codec, in any iteration."""
+        rule = self.policy.rule
+        return rule(FORWARD).codec is not None or rule(BACKWARD).codec is not None
 
     def _decide(self, traffic: str, shape: Sequence[int], dtype: torch.dtype) -> Decision:
         return self.policy.decide(traffic, torch.Size(shape).numel() * dtype.itemsize)
 
     def _arrival(
-        self, dtype: torch.dtype | None, traffic: str, shape: Sequence[int] | None
+        self,
+        communicator: p2p_communication.P2PCommunicator,
+        name: str,
+        shape: Sequence[int] | None,
     ) -> Arrival:
+        """Return what a message of this name and shape is received into."""
+        dtype = communicator.config.pipeline_dtype
         if dtype is None or shape is None:
             raise RuntimeError(
                 "pipeline_dtype and the tensor's shape must be known to receive from a stage"
             )
-        return Arrival(self._decide(traffic, shape, dtype).codec, torch.Size(shape), dtype)
+        codec = self._decide(TRAFFIC[name], shape, dtype).codec
+        return Arrival(codec, torch.Size(shape), dtype)
+
+    def _send(
+        self,
+        communicator: p2p_communication.P2PCommunicator,
+        tensors: dict[str, torch.Tensor | None],
+        arrivals: dict[str, Arrival],
+    ) -> dict[str, Work]:
+        """Encode what is sent, and start everything; return by message what the schedule waits for."""
+        payloads: dict[str, torch.Tensor] = {}
+        encoded: set[str] = set()
+        for name in SENT:
+            tensor = tensors[name]
+            if tensor is None:
+                continue
+            payloads[name] = self._payload(communicator, TRAFFIC[name], tensor)
+            if payloads[name] is not tensor:
+                encoded.add(name)
+        return self._start(communicator, payloads, encoded, arrivals)
 
     def _payload(
         self, communicator: p2p_communication.P2PCommunicator, traffic: str, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """What goes to the transport for a tensor, counted: uint8 ``[1, bytes]``, or the tensor itself."""
-        codec, why = self._decide(traffic, tensor.shape, tensor.dtype)
+        """Count a message, and return what goes to the transport: uint8 ``[1, bytes]``, or the tensor itself."""
+        codec, reason = self._decide(traffic, tensor.shape, tensor.dtype)
         if codec is None:
-            self._count_uncompressed(traffic, why, tensor)
+            self._count_uncompressed(traffic, reason, tensor)
             return tensor
-        message_bytes(codec, tensor.shape, tensor.dtype)  # speaks where the codec does not fit
+        message_bytes(codec, tensor.shape, tensor.dtype)  # raises where the codec does not fit
         _used_here(tensor)
         payload = codec.encode(tensor[None])
         if codec.lossless:
             self.policy.overflow.note(codec, payload)
         self.ledger.record(traffic, "compressed", "send", payload.nbytes, 0)
         self.ledger.record_plain(traffic, "send", tensor.nbytes, communicator.pp_group.size())
-        meter, site = self.policy.meter, f"pipeline stage {communicator.pp_group.rank()}"
+        site = f"pipeline stage {communicator.pp_group.rank()}"
         if self.policy.measures(site, traffic):
-            meter.measure(site, traffic, tensor, codec, bounded=False)
+            self.policy.meter.measure(site, traffic, tensor, codec, bounded=False)
         return payload
 
-    def _count_uncompressed(self, traffic: str, why: str, tensor: torch.Tensor) -> None:
-        self.ledger.record(traffic, why, "send", tensor.nbytes, tensor.nbytes)
+    def _count_uncompressed(self, traffic: str, reason: str, tensor: torch.Tensor) -> None:
+        self.ledger.record(traffic, reason, "send", tensor.nbytes, tensor.nbytes)
 
     def _start(
         self,
@@ -179,8 +237,11 @@ class PipelineExchange:
         encoded: set[str],
         arrivals: dict[str, Arrival],
     ) -> dict[str, Work]:
-        """Start everything by megatron-core's own functions. By message what the schedule waits for: nothing
-        for a payload's send, which ``in_flight`` keeps."""
+        """Start everything by megatron-core's own functions, in its order.
+
+        Returns:
+            By message what the schedule waits for: nothing for a payload's send, which ``in_flight`` keeps.
+        """
         batched = communicator.config.batch_p2p_comm
         start = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
         buffers = payloads | {name: arrival.buffer for name, arrival in arrivals.items()}
@@ -191,25 +252,26 @@ class PipelineExchange:
             next_pipeline_rank=communicator.next_rank,
         )
         if batched:
-            requests = _by_message(requests, buffers)
+            requests = _by_message(requests, buffers)  # a list without names
         else:
             requests = {(name,): request for name, request in requests.items()}
         works: dict[str, Work] = {}
         for names, request in requests.items():
             work = Work(request)
             if encoded.issuperset(names):
-                held = [
-                    payloads[name] for name in names
-                ]  # alive until the request has been waited for
-                self.in_flight.add(Work(request, partial(_used_here, *held)))
+                # The finish holds the payloads: they live until the request has been waited for.
+                sent = [payloads[name] for name in names]
+                self.in_flight.add(Work(request, partial(_used_here, *sent)))
                 work = Work.completed()
             works |= dict.fromkeys(names, work)
         return works
 
 
 def _used_here(*tensors: torch.Tensor) -> None:
-    """Keep memory from other use until the current stream has passed this place. Under
-    ``--overlap-moe-expert-parallel-comm`` it may have been allocated, and be freed, on another stream."""
+    """Keep memory from other use until the current stream has passed this point.
+
+    Under ``--overlap-moe-expert-parallel-comm`` it may have been allocated, and be freed, on another stream.
+    """
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream())
@@ -221,7 +283,8 @@ def _complete(
     arrivals: dict[str, Arrival],
 ) -> None:
     """Wait for everything that the schedule has to wait for, and decode what has arrived."""
-    config, pending = communicator.config, [work for work in works.values() if not work.done]
+    config = communicator.config
+    pending = [work for work in works.values() if not work.done]
     for work in pending:
         work.wait()
     if pending and config.batch_p2p_comm and config.batch_p2p_sync:
@@ -231,20 +294,26 @@ def _complete(
 
 
 def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ...], Any]:
-    """Requests of ``_batched_p2p_ops`` by what they send and receive: one each, or one for all (NCCL)."""
+    """Return the requests of ``_batched_p2p_ops`` by what they send and receive.
+
+    gloo has a request for each message, NCCL one for all.
+    """
     if len(requests) != len(messages):
         (request,) = requests
         return {tuple(messages): request}
-    order = [
-        name for name in ("send_prev", "recv_prev", "send_next", "recv_next") if name in messages
-    ]
+    order = [name for name in _ORDER if name in messages]
     return {(name,): request for name, request in zip(order, requests, strict=True)}
 
 
 def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> None:
-    """Raises: CompressionConfigError: virtual stages on two ranks with batched messages: a rank's next and
-    previous stage are one peer, which receives in an order of its own, so that activations and gradients
-    change places."""
+    """Refuse virtual stages on two ranks with batched messages.
+
+    A rank's next and previous stage are one peer there, which receives in its own order, so that activations
+    and gradients would change places.
+
+    Raises:
+        CompressionConfigError: they are in use.
+    """
     virtual = communicator.virtual_pipeline_model_parallel_size is not None
     if communicator.config.batch_p2p_comm and virtual and communicator.pp_group.size() == 2:
         raise CompressionConfigError(
