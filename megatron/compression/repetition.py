@@ -77,7 +77,9 @@ def follow(session: "Session") -> Repetition | None:
     Raises:
         CompressionConfigError: lossless codecs between stages, and passes cannot be repeated.
     """
-    config, run, log = session.config, session.run, session.host.log
+    config = session.config
+    run = session.run
+    log = session.host.log
     arguments = session.host.arguments
     codecs = []
     for traffic, rule in run.policy.rules.items():

@@ -176,7 +176,9 @@ class Session:
 
     def _open_report(self) -> None:
         """Make what follows the run to its report, and checks the ledger in the first iteration."""
-        host, config, meter = self.host, self.config, self.run.policy.meter
+        host = self.host
+        config = self.config
+        meter = self.run.policy.meter
         if config.report or config.error_bound is not None:
             meter.interval = host.log_interval
         self.report_settings = {"compression": config.asdict(), "megatron": host.settings()}
@@ -293,15 +295,21 @@ class Session:
                 "gradients are not compressed: call compression.attach_wrapped(chunks) after "
                 "DistributedDataParallel has wrapped the chunks"
             )
-        rules = self.run.policy.rules.values()
-        begins_later = any(rule.codecs and rule.start_iteration for rule in rules)
-        gradients = self.ledger.totals()["dp.gradient"].values()
-        has_sent_gradients = any(sent for sent, _ in gradients)
-        if begins_later and self.host.iteration is None and has_sent_gradients:
+        if self.host.iteration is None and self._begins_later() and self._has_sent_gradients():
             raise CompressionConfigError(
                 "compression never begins, since no iteration is counted: call compression.step() after each "
                 "iteration, or give attach(iteration=...)"
             )
+
+    def _begins_later(self) -> bool:
+        """Return whether some traffic is compressed from a later iteration on."""
+        rules = self.run.policy.rules.values()
+        return any(rule.codecs and rule.start_iteration for rule in rules)
+
+    def _has_sent_gradients(self) -> bool:
+        """Return whether an iteration has ended, as far as the ledger can tell."""
+        by_reason = self.ledger.totals()["dp.gradient"]
+        return any(sent for sent, _ in by_reason.values())
 
     def summary(self) -> str:
         """Return what this rank has sent in training so far, and would have sent uncompressed: a line for each

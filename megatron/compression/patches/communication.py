@@ -148,7 +148,8 @@ def _after_tied_embedding_gradient_sync(result: Any, arguments: dict) -> None:
     from megatron.core.utils import get_attr_wrapped_model
 
     finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    model, ranks = arguments["model"], arguments.get("embd_group")
+    model = arguments["model"]
+    ranks = arguments.get("embd_group")
     run = running.run_of_model(model)
     if run is None or ranks is None or ranks.size() == 1:  # no group: a stage in the middle
         return
@@ -246,7 +247,8 @@ def _updating_expert_bias(update: Callable) -> Callable:
 
 
 def _after_expert_bias(result: Any, arguments: dict) -> None:
-    run, group = running.current(), arguments.get("tp_dp_cp_group")
+    run = running.current()
+    group = arguments.get("tp_dp_cp_group")
     if run is not None and group is not None and group.size() > 1:
         nbytes = arguments["tokens_per_expert"].nbytes
         run.ledger.record_uncompressed("ep.other", "exact", "all_reduce", nbytes, group.size())
@@ -381,10 +383,10 @@ def skip_in_layer_graphs() -> None:
 def _without_eager_hooks(call_ddp_preforward_hook: Callable) -> Callable:
     def wrapper(self, module):
         hooks = module._forward_pre_hooks
-        kept = {key: hook for key, hook in hooks.items() if not _is_eager_only(hook)}
-        if len(kept) == len(hooks):
+        remaining = {key: hook for key, hook in hooks.items() if not _is_eager_only(hook)}
+        if len(remaining) == len(hooks):
             return call_ddp_preforward_hook(self, module)
-        module._forward_pre_hooks = kept
+        module._forward_pre_hooks = remaining
         try:
             return call_ddp_preforward_hook(self, module)
         finally:

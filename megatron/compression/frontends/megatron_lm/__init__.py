@@ -1,4 +1,14 @@
-"""What is checked and chosen before the first iteration, and our entrypoints' datasets and forward step."""
+"""Megatron-LM's training loop: the flags, ``enable``, what is checked and chosen before the first iteration, and
+our entrypoints' datasets and forward step.
+
+enable.py           add_arguments and enable, the two lines of an entrypoint
+loop.py             the loop as the host of a session
+checks.py           what the command line names: data, tokenizer, folders
+checkpoints.py      why a checkpoint cannot be saved or loaded
+implementation.py   which layers the model is built of
+entrypoint.py       what pretrain_gpt.py and pretrain_qwen.py give to ``pretrain``
+model_alone.py      a model without a training run
+"""
 
 import importlib.util
 import re
@@ -9,9 +19,12 @@ from megatron.compression.versions import MEGATRON_CORE_SERIES
 
 
 def prepare() -> None:
-    """What an entrypoint calls first, before megatron.training is imported: checks the version of
-    megatron-core, hides a Transformer Engine that cannot run, puts the CPU stand-ins in place where there is
-    no CUDA, and makes the repairs that every run needs."""
+    """Prepare the process for Megatron; an entrypoint calls it before megatron.training is imported.
+
+    It checks the version of megatron-core, hides a Transformer Engine that cannot run, puts the CPU stand-ins
+    in place where there is no CUDA, and makes the repairs that every run needs. What is wrong ends the process
+    with one line.
+    """
     with one_line_errors():
         check_megatron_core(find_megatron_core())
         from megatron import host
@@ -26,23 +39,39 @@ def prepare() -> None:
 
 
 def find_megatron_core() -> tuple[str, Path] | None:
-    """The version and the folder of the megatron-core that an import would find; None: none."""
+    """Return the version and the folder of the megatron-core that an import would find; None: there is none.
+
+    Nothing is imported: another version may fail to import.
+    """
     for folder in importlib.util.find_spec("megatron").submodule_search_locations:
         info = Path(folder) / "core" / "package_info.py"
-        if info.is_file():
-            text = info.read_text()
-            parts = [
-                re.search(rf"^{name} = (\d+)", text, re.M) for name in ("MAJOR", "MINOR", "PATCH")
-            ]
-            return ".".join(part[1] if part else "?" for part in parts), info.parent
+        if not info.is_file():
+            continue
+        text = info.read_text()
+        numbers = []
+        for name in ("MAJOR", "MINOR", "PATCH"):
+            match = re.search(rf"^{name} = (\d+)", text, re.M)
+            numbers.append(match[1] if match else "?")
+        return ".".join(numbers), info.parent
     return None
 
 
-def check_megatron_core(found: tuple[str, Path] | None) -> None:
-    """Raises: InputError: another series of megatron-core, or none: its symbols are replaced by name."""
-    if found is None or not found[0].startswith(f"{MEGATRON_CORE_SERIES}."):
-        there = f"{found[0]} is in {found[1]}" if found else "none is installed"
-        raise InputError(
-            f"megatron-core {MEGATRON_CORE_SERIES} is required, {there}: pip install "
-            f"'megatron-core=={MEGATRON_CORE_SERIES}.*', or put that release of Megatron-LM first on the path"
-        )
+def check_megatron_core(installed: tuple[str, Path] | None) -> None:
+    """Refuse another series of megatron-core than the one whose symbols are replaced by name.
+
+    Args:
+        installed: its version and folder, as ``find_megatron_core`` returns them.
+
+    Raises:
+        InputError: another series, or none.
+    """
+    if installed is None:
+        state = "none is installed"
+    elif installed[0].startswith(f"{MEGATRON_CORE_SERIES}."):
+        return
+    else:
+        state = f"{installed[0]} is in {installed[1]}"
+    raise InputError(
+        f"megatron-core {MEGATRON_CORE_SERIES} is required, {state}: pip install "
+        f"'megatron-core=={MEGATRON_CORE_SERIES}.*', or put that release of Megatron-LM first on the path"
+    )

@@ -1,6 +1,8 @@
-"""What our entrypoints give `megatron.training.pretrain`: datasets, batches, the loss, the forward step.
+"""What our entrypoints give ``megatron.training.pretrain``: datasets, batches, the loss, the forward step.
 
-Import it after `megatron_lm.prepare()`: it loads megatron.training.
+From ``gpt_dataset_config`` to ``forward_step`` this is what pretrain_gpt.py of the Megatron-LM repository does,
+which the megatron-core wheel does not have: its behaviour is kept, so that a run's losses are those of that
+script. Import it after ``megatron_lm.prepare()``: it loads megatron.training.
 """
 
 import json
@@ -31,9 +33,8 @@ from megatron.compression.errors import InputError, raised_in
 from megatron.compression.frontends.megatron_lm import enable
 from megatron.compression.patches import loop
 
-SPIKY_LOSS_FACTOR = (
-    10  # --check-for-spiky-loss: a loss this many times the largest seen is suspicious
-)
+SPIKY_LOSS_FACTOR = 10
+"""--check-for-spiky-loss: a loss this many times the largest seen is suspicious."""
 
 
 def parse_arguments(
@@ -48,7 +49,11 @@ def parse_arguments(
 
 
 def check_supported_data(args: Namespace) -> None:
-    """Raises: InputError for a data flag of Megatron-LM that this entrypoint does not serve."""
+    """Refuse data flags of Megatron-LM that this entrypoint does not serve.
+
+    Raises:
+        InputError: one is set.
+    """
     for name in ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"):
         if getattr(args, name, False):
             flag = name.replace("_", "-")
@@ -56,14 +61,18 @@ def check_supported_data(args: Namespace) -> None:
 
 
 _SAME_NAME = (
-    *("split", "multiple_validation_sets", "full_validation", "num_dataset_builder_threads"),
-    *(
-        "mmap_bin_files",
-        "mid_level_dataset_surplus",
-        "allow_ambiguous_pad_tokens",
-        "reset_position_ids",
-    ),
-    *("reset_attention_mask", "eod_mask_loss", "object_storage_cache_path", "data_parallel_size"),
+    "split",
+    "multiple_validation_sets",
+    "full_validation",
+    "num_dataset_builder_threads",
+    "mmap_bin_files",
+    "mid_level_dataset_surplus",
+    "allow_ambiguous_pad_tokens",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "object_storage_cache_path",
+    "data_parallel_size",
     "context_parallel_size",
 )
 """Arguments whose name is the dataset's."""
@@ -90,7 +99,7 @@ def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def _has_mtp(args: Namespace, vp_stage: int | None) -> bool:
-    """Whether multi-token-prediction layers sit on this pipeline stage: they need tokens and labels."""
+    """Return whether multi-token-prediction layers sit on this pipeline stage: they need tokens and labels."""
     return args.mtp_num_layers is not None and mtp_on_this_rank(
         mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
     )
@@ -107,8 +116,9 @@ def train_valid_test_datasets(sizes: tuple[int, int, int], vp_stage: int | None 
         reads = is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
         return reads and mpu.get_tensor_model_parallel_rank() == 0
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, sizes, built_here, gpt_dataset_config(args)).build()
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    config = gpt_dataset_config(args)
+    return BlendedMegatronDatasetBuilder(dataset_class, sizes, built_here, config).build()
 
 
 # Every rank must call the builder: it holds barriers between building the index and reading it.
@@ -200,14 +210,16 @@ def train_to_the_end(pretrain: Callable[[], None]) -> None:
     """Call ``pretrain()``, destroy the process groups, also after an early exit of its loop, and leave, with
     its status. The exception's traceback would keep the data loaders' workers alive, which ignore the signal
     that ends them under --exit-signal-handler: the process would wait for them forever."""
-    left_early, status = False, None
+    left_early = False
+    status = None
     try:
         pretrain()
     except SystemExit as exit_:
         # Megatron's loop ends on all ranks at once; elsewhere one rank alone may leave.
         if not raised_in(exit_, "train"):
             raise
-        left_early, status = True, exit_.code
+        left_early = True
+        status = exit_.code
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     if left_early:

@@ -28,9 +28,11 @@ class Engine:
 
 @functools.cache
 def transformer_engine() -> Engine:
-    """Look for Transformer Engine, once a process, before megatron.core is imported, and hide it where it
-    cannot be used: a library that is missing would end in a trace, and without CUDA its Adam and norms would
-    be taken."""
+    """Look for Transformer Engine, once a process, before megatron.core is imported.
+
+    It is hidden where it cannot be used: a library that is missing would end in a trace, and without CUDA its
+    Adam and norms would be taken.
+    """
     import torch  # before Transformer Engine, whose library needs the NCCL that torch loads
 
     if importlib.util.find_spec("transformer_engine") is None:
@@ -43,21 +45,34 @@ def transformer_engine() -> Engine:
         return Engine(version=importlib.import_module("transformer_engine").__version__)
     except Exception as error:  # OSError: a shared library; AssertionError: parts of two versions
         symbols.hide("transformer_engine", "it cannot be imported")
-        said = f"{type(error).__name__}: {first_line(error)}"
-        return Engine(missing=f"cannot be imported ({said})", fix=f"run {SET_UP}")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return Engine(missing=f"cannot be imported ({reason})", fix=f"run {SET_UP}")
 
 
-def needs_transformer_engine(what: str, otherwise: str) -> InputError:
-    """The error for a flag ``what`` that torch-native layers do not serve; ``otherwise``: what else to do."""
+def needs_transformer_engine(flag: str, alternative: str) -> InputError:
+    """Return the error for a flag that torch-native layers do not serve.
+
+    Args:
+        flag: with its value where that matters.
+        alternative: what a user can do instead of using Transformer Engine.
+    """
     engine = transformer_engine()
-    which = f", which {engine.missing}" if engine.missing else ""
-    fix = engine.fix if engine.missing else f"add {_FLAG} transformer_engine"
-    ways = ", or ".join(way for way in (fix, otherwise) if way)
-    return InputError(f"{what} needs Transformer Engine{which}: {ways}")
+    if engine.missing:
+        state = f", which {engine.missing}"
+        fixes = [engine.fix, alternative]
+    else:
+        state = ""
+        fixes = [f"add {_FLAG} transformer_engine", alternative]
+    fix = ", or ".join(filter(None, fixes))
+    return InputError(f"{flag} needs Transformer Engine{state}: {fix}")
 
 
 def check_implementation(args: Namespace) -> None:
-    """Raises: InputError where the layers that are asked for cannot be built, or contradict another flag."""
+    """Refuse layers that cannot be built.
+
+    Raises:
+        InputError: Transformer Engine is missing, or its layers contradict another flag.
+    """
     if args.transformer_impl == "local":
         return
     if transformer_engine().missing:
@@ -67,7 +82,12 @@ def check_implementation(args: Namespace) -> None:
 
 
 def describe(args: Namespace, command_line: Sequence[str]) -> str:
-    """For the log: which layers, and why."""
+    """Return for the log which layers the model is built of, and why.
+
+    Args:
+        args: Megatron's, validated.
+        command_line: its words: whether the user has chosen the layers.
+    """
     import torch
 
     engine = transformer_engine()
@@ -75,8 +95,10 @@ def describe(args: Namespace, command_line: Sequence[str]) -> str:
         return f"layers: Transformer Engine {engine.version}"
     if any(word.split("=")[0] == _FLAG for word in command_line):
         return f"layers: torch-native ({_FLAG} local)"
-    why = f"{engine.missing}; {SET_UP}" if torch.cuda.is_available() else _NO_CUDA
-    return f"layers: torch-native (Transformer Engine {why})"
+    reason = _NO_CUDA
+    if torch.cuda.is_available():
+        reason = f"{engine.missing}; {SET_UP}"
+    return f"layers: torch-native (Transformer Engine {reason})"
 
 
 _SOFTMAX = "scaled_upper_triang_masked_softmax_cuda"
@@ -91,13 +113,14 @@ _FUSIONS = {
 def missing_extension_overrides(args: Namespace) -> list[str]:
     """Switch off in validated ``args`` what ``--transformer-impl local`` cannot run on this machine.
 
-    Returns: One line for each value that changed, for the log.
+    Returns:
+        A line for each value that changed, for the log.
     """
     if args.transformer_impl != "local":
         return []
-    said = []
+    lines = []
     for name, (value, flag, module) in _FUSIONS.items():
         if getattr(args, name) != value and importlib.util.find_spec(module) is None:
             setattr(args, name, value)
-            said.append(f"{module} is not installed: {flag}")
-    return said
+            lines.append(f"{module} is not installed: {flag}")
+    return lines
