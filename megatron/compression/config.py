@@ -153,66 +153,43 @@ class CompressionConfig:
             )
 
     def _refuse_idle(self) -> None:
-        """Refuse a setting that would silently do nothing."""
-
-        def require(name: str, given: bool, used: bool, users: str) -> None:
-            """Refuse the setting ``name`` where it is given and nothing uses it; ``users`` could be added."""
-            if given and not used:
-                value = getattr(self, name) if name == "transport" else None
-                reason = "given, but nothing uses it"
-                path = "tensor_parallel.min_mb" if name == "min_mb" else name
-                raise SettingError(path, value, reason, f"add {users}, or drop it")
-
+        """Refuse a setting that is given and that nothing uses: a slip, or a script whose flag is missing."""
         tensor = setting("tensor_parallel.compression")
-        context = setting("context_parallel.compression")
-        experts = setting("expert_parallel.compression")
         stages = setting("pipeline_parallel.compression")
-        data = setting("data_parallel.compression")
-        # What --compression auto will choose is not known yet: it may use any of these.
+        experts = setting("expert_parallel.compression")
+        # What --compression auto will choose is not known yet: it may use any setting.
         undecided = bool(self.auto)
         compresses = undecided or self.enabled
-        layers = undecided or self.tensor_parallel.enabled or self.context_parallel.enabled
-        buckets_or_tokens = self.data_parallel.enabled or self.expert_parallel.enabled
+        activations = undecided or any(getattr(self, name).enabled for name in ACTIVATIONS)
 
-        require(
-            "min_mb",
-            given=any(part.min_mb is not None for part in self.dimensions),
-            used=compresses,
-            users=tensor,
-        )
-        require(
-            "loss_budget",
-            given=self.loss_budget is not None,
-            used=undecided,
-            users=setting("auto"),
-        )
-        require(
-            "validate_uncompressed",
-            given=self.validate_uncompressed,
-            used=undecided or any(getattr(self, name).enabled for name in ACTIVATIONS),
-            users=f"{tensor}, {stages} or {experts}",
-        )
-        require(
-            "error_bound",
-            given=self.error_bound is not None,
-            used=layers,
-            users=f"{tensor} or {context}",
-        )
-        require(
-            "start_iteration",
-            given=bool(self.start_iteration),
-            used=compresses,
-            users=tensor,
-        )
-        if self.transport == "symmetric":  # its kernels send neither buckets nor tokens
-            require("transport", given=True, used=layers, users=f"{tensor} or {context}")
-        else:
-            require(
-                "transport",
-                given=self.transport != "auto",
-                used=layers or buckets_or_tokens,
-                users=f"{tensor}, {context}, {experts} or {data}",
-            )
+        if any(part.min_mb is not None for part in self.dimensions):
+            _require_user("tensor_parallel.min_mb", compresses, tensor)
+        if self.loss_budget is not None:
+            _require_user("loss_budget", undecided, setting("auto"))
+        if self.validate_uncompressed:
+            _require_user("validate_uncompressed", activations, f"{tensor}, {stages} or {experts}")
+        if self.error_bound is not None:
+            _require_user("error_bound", self._layers_compress, _LAYERS)
+        if self.start_iteration:
+            _require_user("start_iteration", compresses, tensor)
+        if self.transport != "auto":
+            self._refuse_idle_transport()
+
+    def _refuse_idle_transport(self) -> None:
+        """Refuse a transport that nothing travels by: the kernels of ``symmetric`` send neither buckets of
+        gradients nor tokens, and none but torch.distributed sends between stages."""
+        if self.transport == "symmetric":
+            _require_user("transport", self._layers_compress, _LAYERS, self.transport)
+            return
+        experts = setting("expert_parallel.compression")
+        data = setting("data_parallel.compression")
+        used = self._layers_compress or self.data_parallel.enabled or self.expert_parallel.enabled
+        _require_user("transport", used, f"{_LAYERS}, {experts} or {data}", self.transport)
+
+    @property
+    def _layers_compress(self) -> bool:
+        """True where messages of layers are compressed, or may be."""
+        return bool(self.auto) or self.tensor_parallel.enabled or self.context_parallel.enabled
 
     @property
     def dimensions(self) -> list[DimensionConfig]:
@@ -306,6 +283,25 @@ class CompressionConfig:
         return lines
 
 
+_LAYERS = f"{setting('tensor_parallel.compression')} or {setting('context_parallel.compression')}"
+"""What has messages of layers compressed, for messages."""
+
+
+def _require_user(path: str, used: bool, users: str, value: str | None = None) -> None:
+    """Refuse a setting that is given and that nothing uses.
+
+    Args:
+        path: the setting's.
+        used: whether something uses it.
+        users: settings that would use it, for the fix.
+        value: what is shown after the name.
+
+    Raises: SettingError: nothing uses it.
+    """
+    if not used:
+        raise SettingError(path, value, "given, but nothing uses it", f"add {users}, or drop it")
+
+
 def names_on_command_line(args: Namespace) -> Names:
     """The flags that a user has typed: ``--taco`` stands for ``--tp-compression`` where it was given."""
     if getattr(args, "taco", None) is None:
@@ -341,6 +337,7 @@ def train_iterations(args: Namespace) -> int | None:
     """Return how long the run is, in iterations; None where Megatron's flags leave it open."""
     iterations = getattr(args, "train_iters", None)
     samples = getattr(args, "train_samples", None)
+    # Megatron sets train_iters itself only after the ranks know each other; settings are read before.
     if iterations or not samples or not args.global_batch_size:
         return iterations
     if getattr(

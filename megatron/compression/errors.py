@@ -109,9 +109,8 @@ class SettingError(CompressionConfigError):
         self.fix = fix
 
     def __str__(self) -> str:
-        if (
-            self.reason is None
-        ):  # megatron-core makes another of a module's error, from its text alone
+        # megatron-core makes another exception of a module's, of the same type, from its text alone.
+        if self.reason is None:
             return self.path
         text = self.names.of(self.path)
         if self.value is not None:
@@ -185,6 +184,7 @@ def fail(message: str) -> NoReturn:
     them; one that is still alive found something that rank 0 did not see.
     """
     rank = int(os.environ.get("RANK", "0"))
+    # A launcher ends all ranks when the first has failed, so a line that all have is printed once.
     if rank != 0:
         time.sleep(PEER_GRACE_SECONDS)
         message = f"rank {rank}: {message}"
@@ -207,6 +207,7 @@ def _write_error_file(line: str) -> None:
     """Give torchrun a line about this process: it shows that of the rank that failed first, and compares
     the times in these files (of a rank without a file the time at which it was found dead)."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The format is that of torch.distributed.elastic's error handler.
         more = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
@@ -230,6 +231,7 @@ def _report_to_launcher(error: BaseException) -> None:
 
 def end_with_one_line() -> None:
     """Let an ``InputError`` that the script does not catch end it with its line; others keep their trace."""
+    # The hook is a partial of _one_line, which calls the hook before it.
     is_ours = getattr(sys.excepthook, "func", None) is _one_line
     if not is_ours:  # once, however many parsers are made
         sys.excepthook = partial(_one_line, sys.excepthook)

@@ -105,28 +105,39 @@ def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | N
     """The line of one of Megatron's own checks. Where parsing has not returned yet, the arguments are those
     of the function that checks them."""
     args = args or _checked_arguments(error)
+    # No heads, and the like: Megatron divides by them before anybody checks.
     if isinstance(error, ZeroDivisionError):
         return _zero(error, args)
     is_check = type(error) is Exception  # which get_optimizer_param_scheduler raises
     if not (is_check or isinstance(error, AssertionError | ValueError | RuntimeError)):
         return None
+    # A bare assertion has no text: its source line is the message.
     text = str(error).strip().splitlines()
-    condition = ""
-    if not text:
+    if text:
+        message = text[0]
+    else:
         source = traceback.extract_tb(error.__traceback__)[-1].line or ""
-        condition = source.removeprefix("assert ").strip()
-    message = text[0] if text else condition
-    for part, sentence in _SENTENCES.items():
-        if part in message and isinstance(sentence, str):
-            return sentence
-        if part in message and args is not None and not isinstance(sentence, str):
-            return sentence(args)
-    if condition:
-        return _condition(condition, args)
+        message = source.removeprefix("assert ").strip()
+    if sentence := _sentence(message, args):
+        return sentence
+    if not text:
+        return _condition(message, args)
     missing = re.fullmatch(r"(\w+) argument is None", message)
     if missing:
         return f"--{missing[1].replace('_', '-')} is missing: give it"
     return _with_flags(message, args)
+
+
+def _sentence(message: str, args: Namespace | None) -> str | None:
+    """The sentence of ``_SENTENCES`` for a message or a condition; None: there is none."""
+    for part, sentence in _SENTENCES.items():
+        if part not in message:
+            continue
+        if isinstance(sentence, str):
+            return sentence
+        if args is not None:
+            return sentence(args)
+    return None
 
 
 @explains("parse_and_validate_args")
@@ -195,6 +206,7 @@ def _flag(name: str) -> str:
 def _with_flags(message: str, args: Namespace | None) -> str:
     """A message with flags for the names of arguments in it, ``seq_length`` or ``seq-length``."""
 
+    # One word alone, such as "fp16" or "save", may be an ordinary one: only names of several words are flags.
     def flag(match: re.Match) -> str:
         name = match[0].removeprefix("args.").replace("-", "_")
         several_words = "_" in name

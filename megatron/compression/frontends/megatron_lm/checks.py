@@ -124,8 +124,9 @@ def check_tokenizer(args: Namespace) -> None:
 
     Raises: InputError: with the flag that is missing, or the file.
     """
-    kind, model = args.tokenizer_type, args.tokenizer_model
-    if kind in (None, "GPT2BPETokenizer") and not (args.vocab_file and args.merge_file):
+    kind = args.tokenizer_type
+    has_files_of_gpt2 = args.vocab_file and args.merge_file
+    if kind in (None, "GPT2BPETokenizer") and not has_files_of_gpt2:
         raise InputError(
             "no tokenizer: give --tokenizer-type and --tokenizer-model (GPT2BPETokenizer: --vocab-file and "
             "--merge-file), or --tokenizer-type NullTokenizer --vocab-size N for data made of numbers"
@@ -134,7 +135,14 @@ def check_tokenizer(args: Namespace) -> None:
         raise InputError(
             "--tokenizer-type NullTokenizer needs --vocab-size: the number of different tokens"
         )
-    is_file = kind in _FILE_TOKENIZERS
+    _check_tokenizer_files(args)
+
+
+def _check_tokenizer_files(args: Namespace) -> None:
+    """Refuse a tokenizer whose files are not there."""
+    kind = args.tokenizer_type
+    model = args.tokenizer_model
+    is_file = kind in _FILE_TOKENIZERS  # else a folder, or a name on Hugging Face's hub
     if not model and (is_file or kind == "HuggingFaceTokenizer"):
         raise InputError(f"--tokenizer-type {kind} needs --tokenizer-model: its file or folder")
     paths = {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}
@@ -186,7 +194,7 @@ def _check_writable(flag: str, folder: str) -> None:
     """Refuse a folder that cannot be made or written."""
     try:
         os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=folder).close()  # permissions alone say little on a network disk
     except OSError as error:
         raise InputError(
             f"{flag} {folder} cannot be written ({error.strerror}); name another folder"
@@ -365,6 +373,7 @@ def largest_token_id(prefix: str) -> int:
     """Return the largest token id of PREFIX.bin, or of a sample of it where it is large."""
     tokens = np.memmap(f"{prefix}.bin", read_index(prefix).dtype, "r")
     tokens = tokens.view(f"u{tokens.itemsize}")  # a negative id becomes one that is too large
+    # Blocks at even distances, the last one at the end.
     last = max(0, len(tokens) - SAMPLE_BLOCK)
     starts = np.linspace(0, last, SAMPLE_BLOCKS).astype(np.int64)
     return max(int(tokens[start : start + SAMPLE_BLOCK].max()) for start in starts)
