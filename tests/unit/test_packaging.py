@@ -5,7 +5,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.compression.versions import REQUIRED
 from taco_kernels import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +45,20 @@ def test_taco_kernels_packages_all_of_its_folders() -> None:
     for module in (ROOT / "taco_kernels").rglob("__init__.py"):
         packages.add(".".join(module.parent.relative_to(ROOT).parts))
     assert set(description["tool"]["setuptools"]["packages"]) == packages
+
+
+def test_the_example_of_taco_kernels_readme_runs() -> None:
+    text = (ROOT / "taco_kernels" / "README.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", text, re.S)
+    names: dict = {}
+    exec(example, names)
+    assert names["summed"].dtype == torch.uint8
+    error = (names["y"] - names["x"]).float().norm() / names["x"].float().norm()
+    assert error < 0.05, "int6"
+
+
+def test_taco_kernels_asks_for_the_versions_that_megatron_taco_is_tested_with() -> None:
+    description = tomllib.loads((ROOT / "taco_kernels/pyproject.toml").read_text())
+    for requirement in description["project"]["dependencies"]:
+        package, _, _ = requirement.partition(";")  # without "on Linux"
+        assert package in (*REQUIRED, "numpy")
