@@ -328,7 +328,8 @@ def with_far_escapes(far, mask, distances_a, distances_b, base, rounds):
     """
     for _ in tl.range(2, rounds):
         later = mask & (mask - 1)  # without its lowest bit
-        _, near = near_value(byte_at(mask ^ later, distances_a, distances_b), base)
+        # By its index: a name `_` would be the loop's own variable, of which Triton 3.5 keeps the type.
+        near = near_value(byte_at(mask ^ later, distances_a, distances_b), base)[1]
         far += tl.sum((near == 0).to(tl.int32), axis=0)
         mask = later
     return far
@@ -438,8 +439,8 @@ def encode_kernel(
         for _ in tl.range(2, rounds):
             later = from_third & (from_third - 1)
             escape = byte_at(from_third ^ later, distances_a, distances_b)
-            value, _ = near_value(escape, base)
-            value = tl.where(is_far, (base - escape) & 255, value)
+            near = near_value(escape, base)[0]
+            value = tl.where(is_far, (base - escape) & 255, near)
             bit += width
             put_escape(area, bit + width, value, from_third != 0)
             from_third = later
