@@ -174,7 +174,7 @@ SMALL = ("sm_100", "other")
 
 
 @dataclass(frozen=True)
-class Case:
+class TuningCase:
     """What a row of TUNING is for."""
 
     operation: str
@@ -209,64 +209,70 @@ def architecture_of(device: Device) -> str:
     return {0: "sm_90", 9: "sm_90", 10: "sm_100"}.get(device.capability[0], "other")
 
 
-TUNING: dict[Case, Tuning] = {
+TUNING: dict[TuningCase, Tuning] = {
     # sm_90: timed on H200, 64 MiB of bf16 (docs/results/architectures.md). The first row that covers counts.
     # 96 registers a thread instead of 149, so 5 programs fit.
-    Case("encode", HOPPER, ("int5",), (32,), hadamard=(False,)): Tuning(
+    TuningCase("encode", HOPPER, ("int5",), (32,), hadamard=(False,)): Tuning(
         tile=4096, warps=4, stages=3, programs=5
     ),
-    Case("encode", HOPPER, PACKED, (32,), hadamard=(False,)): Tuning(
+    TuningCase("encode", HOPPER, PACKED, (32,), hadamard=(False,)): Tuning(
         tile=4096, warps=4, stages=4, programs=5
     ),
-    Case("encode", HOPPER, ("int5",)): Tuning(tile=8192, warps=4, stages=3, programs=2),
-    Case("encode", HOPPER): Tuning(tile=8192, warps=4, stages=4, programs=2),
-    Case("decode", HOPPER, outliers=(True,)): Tuning(
+    TuningCase("encode", HOPPER, ("int5",)): Tuning(tile=8192, warps=4, stages=3, programs=2),
+    TuningCase("encode", HOPPER): Tuning(tile=8192, warps=4, stages=4, programs=2),
+    TuningCase("decode", HOPPER, outliers=(True,)): Tuning(
         tile=8192, warps=4, stages=3, programs=3, registers=168
     ),
-    Case("decode", HOPPER): Tuning(tile=8192, warps=4, stages=3, programs=3),
-    Case("decode_sum", HOPPER, ("int8",)): Tuning(tile=8192, warps=4, stages=1, programs=2),
-    Case("decode_sum", HOPPER): Tuning(tile=8192, warps=4, stages=2, programs=2),
-    Case("decode_sum_encode", HOPPER, EIGHT_BITS, outliers=(True,)): Tuning(
+    TuningCase("decode", HOPPER): Tuning(tile=8192, warps=4, stages=3, programs=3),
+    TuningCase("decode_sum", HOPPER, ("int8",)): Tuning(tile=8192, warps=4, stages=1, programs=2),
+    TuningCase("decode_sum", HOPPER): Tuning(tile=8192, warps=4, stages=2, programs=2),
+    TuningCase("decode_sum_encode", HOPPER, EIGHT_BITS, outliers=(True,)): Tuning(
         tile=4096, warps=4, stages=1, programs=0, registers=80
     ),
-    Case("decode_sum_encode", HOPPER, EIGHT_BITS): Tuning(
+    TuningCase("decode_sum_encode", HOPPER, EIGHT_BITS): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=80
     ),
-    Case("decode_sum_encode", HOPPER): Tuning(
+    TuningCase("decode_sum_encode", HOPPER): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=96
     ),
     # All others: compiled for sm_80 to sm_120, not timed. Conservative, so that nothing spills in a loop.
     # sm_100: half a tile, which the fused kernels have, too, and they decode: see tuning_in.
-    Case("encode", ("sm_100",), ("int5",), (64,)): Tuning(tile=4096, warps=4, stages=3, programs=2),
-    Case("encode", ("sm_100",), PACKED, (64,)): Tuning(tile=4096, warps=4, stages=4, programs=2),
+    TuningCase("encode", ("sm_100",), ("int5",), (64,)): Tuning(
+        tile=4096, warps=4, stages=3, programs=2
+    ),
+    TuningCase("encode", ("sm_100",), PACKED, (64,)): Tuning(
+        tile=4096, warps=4, stages=4, programs=2
+    ),
     # With a tile its words are held, should there be outliers. One stage: what is fetched ahead goes through
     # shared memory, which Triton leaves unswizzled where it is read in several layouts.
-    Case("encode", SMALL, FLOATS, outliers=(True,)): Tuning(
+    TuningCase("encode", SMALL, FLOATS, outliers=(True,)): Tuning(
         tile=4096, warps=4, stages=1, programs=2
     ),
-    Case("encode", SMALL, outliers=(True,)): Tuning(
+    TuningCase("encode", SMALL, outliers=(True,)): Tuning(
         tile=4096, warps=4, stages=1, programs=3, registers=168
     ),
-    Case("encode", SMALL, PACKED, (32,), hadamard=(False,)): Tuning(
+    TuningCase("encode", SMALL, PACKED, (32,), hadamard=(False,)): Tuning(
         tile=4096, warps=4, stages=3, programs=5
     ),
-    Case("encode", SMALL, hadamard=(False,)): Tuning(tile=4096, warps=4, stages=3, programs=2),
-    Case("encode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
-    Case("decode", SMALL, outliers=(True,)): Tuning(
+    TuningCase("encode", SMALL, hadamard=(False,)): Tuning(
+        tile=4096, warps=4, stages=3, programs=2
+    ),
+    TuningCase("encode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
+    TuningCase("decode", SMALL, outliers=(True,)): Tuning(
         tile=8192, warps=4, stages=2, programs=3, registers=168
     ),
-    Case("decode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
-    Case("decode_sum", SMALL): Tuning(tile=4096, warps=4, stages=2, programs=2),
-    Case("decode_sum_encode", SMALL, group_sizes=(128, 256), outliers=(True,)): Tuning(
+    TuningCase("decode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
+    TuningCase("decode_sum", SMALL): Tuning(tile=4096, warps=4, stages=2, programs=2),
+    TuningCase("decode_sum_encode", SMALL, group_sizes=(128, 256), outliers=(True,)): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=128
     ),
-    Case("decode_sum_encode", SMALL, outliers=(True,)): Tuning(
+    TuningCase("decode_sum_encode", SMALL, outliers=(True,)): Tuning(
         tile=2048, warps=4, stages=1, programs=0, registers=96
     ),
-    Case("decode_sum_encode", SMALL, FLOATS): Tuning(
+    TuningCase("decode_sum_encode", SMALL, FLOATS): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=112
     ),
-    Case("decode_sum_encode", SMALL): Tuning(
+    TuningCase("decode_sum_encode", SMALL): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=96
     ),
 }
