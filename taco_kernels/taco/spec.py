@@ -165,10 +165,11 @@ def make_flags(strided: bool, tail: bool, stages: int) -> Flags:
     return Flags.of(STRIDED=strided, TAIL=tail, STAGES=stages)
 
 
-EIGHT_BITS = tuple(format for format in FORMATS if format.startswith("fp8") or format == "int8")
-FLOATS = tuple(format for format in FORMATS if format.startswith("fp8"))
+FLOATS = ("fp8-e4m3", "fp8-e5m2")
+EIGHT_BITS = (*FLOATS, "int8")
 PACKED = ("int6", "int5", "int4")
 HOPPER = ("sm_90",)
+"""The architecture whose tunings were measured; the interpreter has them, too."""
 SMALL = ("sm_100", "other")
 """Architectures where kernels must need little (Device.small): all but sm_90."""
 
@@ -180,11 +181,15 @@ class TuningCase:
     operation: str
     """``encode``, ``decode``, ``decode_sum`` or ``decode_sum_encode``."""
     architectures: tuple[str, ...]
-    """HOPPER, which the interpreter has, too; ``sm_100``; or ``other``."""
+    """Names that ``architecture_of`` gives."""
     formats: tuple[str, ...] = FORMATS
+    """CodecConfig.format is one of these."""
     group_sizes: tuple[int, ...] = GROUP_SIZES
-    hadamard: tuple[bool, ...] = (True, False)
-    outliers: tuple[bool, ...] = (True, False)
+    """CodecConfig.group_size is one of these."""
+    hadamard: bool | None = None
+    """CodecConfig.hadamard is this; None: either."""
+    outliers: bool | None = None
+    """CodecConfig.outliers is this; None: either."""
 
     def covers(self, operation: str, config: CodecConfig, architecture: str) -> bool:
         """Return True if this row is for an operation.
@@ -199,8 +204,8 @@ class TuningCase:
             and architecture in self.architectures
             and config.format in self.formats
             and config.group_size in self.group_sizes
-            and config.hadamard in self.hadamard
-            and config.outliers in self.outliers
+            and self.hadamard in (None, config.hadamard)
+            and self.outliers in (None, config.outliers)
         )
 
 
@@ -210,73 +215,76 @@ def architecture_of(device: Device) -> str:
 
 
 TUNING: dict[TuningCase, Tuning] = {
-    # sm_90: timed on H200, 64 MiB of bf16 (docs/results/architectures.md). The first row that covers counts.
-    # 96 registers a thread instead of 149, so 5 programs fit.
-    TuningCase("encode", HOPPER, ("int5",), (32,), hadamard=(False,)): Tuning(
+    # sm_90: measured, on an H200.
+    # Groups of 32 without a transform: 96 registers a thread instead of 149, so 5 programs fit.
+    TuningCase("encode", HOPPER, formats=("int5",), group_sizes=(32,), hadamard=False): Tuning(
         tile=4096, warps=4, stages=3, programs=5
     ),
-    TuningCase("encode", HOPPER, PACKED, (32,), hadamard=(False,)): Tuning(
+    TuningCase("encode", HOPPER, formats=PACKED, group_sizes=(32,), hadamard=False): Tuning(
         tile=4096, warps=4, stages=4, programs=5
     ),
-    TuningCase("encode", HOPPER, ("int5",)): Tuning(tile=8192, warps=4, stages=3, programs=2),
+    TuningCase("encode", HOPPER, formats=("int5",)): Tuning(
+        tile=8192, warps=4, stages=3, programs=2
+    ),
     TuningCase("encode", HOPPER): Tuning(tile=8192, warps=4, stages=4, programs=2),
-    TuningCase("decode", HOPPER, outliers=(True,)): Tuning(
+    TuningCase("decode", HOPPER, outliers=True): Tuning(
         tile=8192, warps=4, stages=3, programs=3, registers=168
     ),
     TuningCase("decode", HOPPER): Tuning(tile=8192, warps=4, stages=3, programs=3),
-    TuningCase("decode_sum", HOPPER, ("int8",)): Tuning(tile=8192, warps=4, stages=1, programs=2),
+    TuningCase("decode_sum", HOPPER, formats=("int8",)): Tuning(
+        tile=8192, warps=4, stages=1, programs=2
+    ),
     TuningCase("decode_sum", HOPPER): Tuning(tile=8192, warps=4, stages=2, programs=2),
-    TuningCase("decode_sum_encode", HOPPER, EIGHT_BITS, outliers=(True,)): Tuning(
+    TuningCase("decode_sum_encode", HOPPER, formats=EIGHT_BITS, outliers=True): Tuning(
         tile=4096, warps=4, stages=1, programs=0, registers=80
     ),
-    TuningCase("decode_sum_encode", HOPPER, EIGHT_BITS): Tuning(
+    TuningCase("decode_sum_encode", HOPPER, formats=EIGHT_BITS): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=80
     ),
     TuningCase("decode_sum_encode", HOPPER): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=96
     ),
-    # All others: compiled for sm_80 to sm_120, not timed. Conservative, so that nothing spills in a loop.
+    # All others: compiled for sm_80 to sm_120, never timed (docs/results/architectures.md). Conservative, so that
+    # programs fit into 99 KiB and nothing spills in a loop.
     # sm_100: half a tile, which the fused kernels have, too, and they decode: see tuning_in.
-    TuningCase("encode", ("sm_100",), ("int5",), (64,)): Tuning(
+    TuningCase("encode", ("sm_100",), formats=("int5",), group_sizes=(64,)): Tuning(
         tile=4096, warps=4, stages=3, programs=2
     ),
-    TuningCase("encode", ("sm_100",), PACKED, (64,)): Tuning(
+    TuningCase("encode", ("sm_100",), formats=PACKED, group_sizes=(64,)): Tuning(
         tile=4096, warps=4, stages=4, programs=2
     ),
     # With a tile its words are held, should there be outliers. One stage: what is fetched ahead goes through
     # shared memory, which Triton leaves unswizzled where it is read in several layouts.
-    TuningCase("encode", SMALL, FLOATS, outliers=(True,)): Tuning(
+    TuningCase("encode", SMALL, formats=FLOATS, outliers=True): Tuning(
         tile=4096, warps=4, stages=1, programs=2
     ),
-    TuningCase("encode", SMALL, outliers=(True,)): Tuning(
+    TuningCase("encode", SMALL, outliers=True): Tuning(
         tile=4096, warps=4, stages=1, programs=3, registers=168
     ),
-    TuningCase("encode", SMALL, PACKED, (32,), hadamard=(False,)): Tuning(
+    TuningCase("encode", SMALL, formats=PACKED, group_sizes=(32,), hadamard=False): Tuning(
         tile=4096, warps=4, stages=3, programs=5
     ),
-    TuningCase("encode", SMALL, hadamard=(False,)): Tuning(
-        tile=4096, warps=4, stages=3, programs=2
-    ),
+    TuningCase("encode", SMALL, hadamard=False): Tuning(tile=4096, warps=4, stages=3, programs=2),
     TuningCase("encode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
-    TuningCase("decode", SMALL, outliers=(True,)): Tuning(
+    TuningCase("decode", SMALL, outliers=True): Tuning(
         tile=8192, warps=4, stages=2, programs=3, registers=168
     ),
     TuningCase("decode", SMALL): Tuning(tile=8192, warps=4, stages=2, programs=3),
     TuningCase("decode_sum", SMALL): Tuning(tile=4096, warps=4, stages=2, programs=2),
-    TuningCase("decode_sum_encode", SMALL, group_sizes=(128, 256), outliers=(True,)): Tuning(
+    TuningCase("decode_sum_encode", SMALL, group_sizes=(128, 256), outliers=True): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=128
     ),
-    TuningCase("decode_sum_encode", SMALL, outliers=(True,)): Tuning(
+    TuningCase("decode_sum_encode", SMALL, outliers=True): Tuning(
         tile=2048, warps=4, stages=1, programs=0, registers=96
     ),
-    TuningCase("decode_sum_encode", SMALL, FLOATS): Tuning(
+    TuningCase("decode_sum_encode", SMALL, formats=FLOATS): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=112
     ),
     TuningCase("decode_sum_encode", SMALL): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=96
     ),
 }
-"""How operations are run: the first row that covers one."""
+"""How operations are run: the first row that covers one counts, so special cases come first."""
 LEAST_TILE = 2048
 """Values: a product of the tensor cores wants 16 rows of 128, and lists of outliers whole blocks."""
 MOST_RANKS = 16

@@ -16,7 +16,7 @@ from taco_kernels.common.packing import nearest_fp8
 from taco_kernels.symmetric_memory.channel import slot_bytes, tile_bytes, tile_of
 from taco_kernels.symmetric_memory.group import resident_programs
 from taco_kernels.taco import FORMATS, GROUP_SIZES, CodecConfig, launch
-from taco_kernels.taco.spec import make_spec, tuning_in
+from taco_kernels.taco.spec import TUNING, architecture_of, make_spec, tuning_for, tuning_in
 from tests.kernels.architectures import ARCHITECTURES, GPUTarget, device_of, pretended, usages
 
 SAMPLE = (  # settings that once failed; and one of each other family
@@ -98,6 +98,30 @@ def test_programs_that_a_channel_starts() -> None:
     """Two a multiprocessor on sm_80 and sm_90, one elsewhere: two do not always fit into 99 KiB."""
     programs = {name: resident_programs(device_of(name)) // 132 for name in ARCHITECTURES}
     assert programs == {80: 2, 86: 1, 89: 1, 90: 2, 100: 1, 120: 1}
+
+
+OPERATIONS = ("encode", "decode", "decode_sum", "decode_sum_encode")
+
+
+def every_config() -> list[CodecConfig]:
+    """Return every format with every group size, transform and setting of outliers."""
+    choices = product(FORMATS, GROUP_SIZES, (True, False), (True, False))
+    return [
+        CodecConfig(format, group_size, hadamard=hadamard, outliers=outliers)
+        for format, group_size, hadamard, outliers in choices
+    ]
+
+
+def test_every_row_of_tunings_is_used() -> None:
+    """And every operation has one, on every architecture; the first that covers counts."""
+    unused = set(TUNING)
+    for architecture, operation in product(ARCHITECTURES, OPERATIONS):
+        name = architecture_of(device_of(architecture))
+        for config in every_config():
+            rows = [case for case in TUNING if case.covers(operation, config, name)]
+            unused.discard(rows[0])
+            assert tuning_for(operation, config, device_of(architecture)) == TUNING[rows[0]]
+    assert not unused
 
 
 TILED = (CodecConfig("int6"), CodecConfig("fp8-e4m3", 256), CodecConfig("int4", 32, "signed"))
