@@ -54,8 +54,8 @@ class ChannelNormLayout:
             )
         if self.channels % self.config.group_size:
             raise ValueError(
-                f"channels={self.channels} must be a multiple of config.group_size={self.config.group_size}: "
-                "a group lies inside a token"
+                f"channels={self.channels} must be a multiple of "
+                f"config.group_size={self.config.group_size}: a group lies inside a token"
             )
 
     @property

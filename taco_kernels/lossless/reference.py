@@ -109,7 +109,8 @@ class LosslessLayout:
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
-                f"lossless takes bf16 and fp32, not {self.dtype}: of fp16's 5 bits of exponent 3 would stay"
+                f"lossless takes bf16 and fp32, not {self.dtype}: "
+                "of fp16's 5 bits of exponent 3 would stay"
             )
         if not 1 <= self.numel < 2**31 - TILE:
             raise ValueError(f"numel={self.numel} must lie in [1, 2^31 - {TILE})")

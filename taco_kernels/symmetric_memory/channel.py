@@ -209,7 +209,8 @@ def publish(table, program, rank, sent, read, CHANNEL: tl.constexpr):
         read: int64 value of the ack flag: steps whose tiles have been read, and whose sums have been sent.
         CHANNEL: ``ChannelShape``.
     """
-    tl.debug_barrier()  # every thread's accesses come before the fence of the threads that write flags
+    # Every thread's accesses come before the fence of the threads that write flags.
+    tl.debug_barrier()
     tl.inline_asm_elementwise(
         _PUBLISH,
         "=r,l,l,l,l,l,r",
@@ -247,7 +248,8 @@ def wait(flags, value, error, timeout, CHANNEL: tl.constexpr):
         is_pure=False,
         pack=1,
     )
-    tl.debug_barrier()  # only W threads have waited; the others must not read before them
+    # Only W threads have waited; the others must not read before them.
+    tl.debug_barrier()
 
 
 def tile_of(config: CodecConfig, device: Device) -> int:
@@ -340,7 +342,7 @@ class Channel:
         """
         if code := self._error_code.value:
             raise SymmetricMemoryError(
-                f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s for rank {code - 1} of its group in a "
-                "symmetric-memory collective and gave up: that rank has died, hangs, or made another call. "
-                "All results since are lost; restart from a checkpoint"
+                f"rank {self.rank} waited {self.timeout_ns / 1e9:g} s for rank {code - 1} of its group "
+                "in a symmetric-memory collective and gave up: that rank has died, hangs, or made "
+                "another call. All results since are lost; restart from a checkpoint"
             )

@@ -167,7 +167,7 @@ class MixedCalls:
         return [self.symmetric[0].reduce_scatter(x, self.config), gathered]
 
     def expected(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """What ``in_branches`` should return: NCCL's bits, and eager calls'."""
+        """The results that ``in_branches`` should return: NCCL's bits, and eager calls'."""
         summed = over_nccl(x, self.config, dist.group.WORLD)
         return [summed, summed, *self.scatter_and_gather(x)]
 

@@ -66,7 +66,7 @@ def test_no_more_than_the_share_is_sent(numel: int, senders: int, bits: int) -> 
 
 
 def test_nearly_the_share_is_sent_of_a_large_shard() -> None:
-    """In 16 bits: in 8 many of the values are rounded to zero."""
+    """Codes have 16 bits: in 8 many of the values are rounded to zero."""
     _, _, sent, _ = sent_and_rest(3, BitmapLayout(50_001, 0.2, 16))
     assert ((sent != 0).sum(1) > 0.19 * 50_001).all()
 

@@ -57,7 +57,7 @@ def send(x: torch.Tensor, layout: sketch.SketchLayout, senders: int | None = Non
 def receive(
     wires: torch.Tensor, exponents: torch.Tensor, layout: sketch.SketchLayout, senders: int
 ) -> sketch.Decoded:
-    """What the owner of a shard makes of the wires."""
+    """Decode the senders' wires, as the owner of a shard does."""
     cells, words = sketch.combine(wires, layout)
     return sketch.decode(cells, words, exponents, layout, senders, SEED)
 
@@ -208,7 +208,7 @@ def test_masks_stay_in_the_row_and_signs_are_signs(numel: int, ratio: float) -> 
 
 @LARGE_SKETCHES
 def test_rows_spread_over_the_sketch_as_if_drawn(numel: int, ratio: float) -> None:
-    """In each subtable, by a chi-square of as many degrees of freedom as it has rows less one a block."""
+    """A chi-square of each subtable has as many degrees of freedom as its blocks have rows less one."""
     layout = layout_of(numel, ratio)
     sketch_rows = row_hashes(layout, SEED).sketch_rows
     for j in range(3):
@@ -224,7 +224,7 @@ def test_rows_spread_over_the_sketch_as_if_drawn(numel: int, ratio: float) -> No
 def test_chosen_thresholds_fill_the_sketch_and_do_not_overflow_it(
     senders: int, alike: float
 ) -> None:
-    """Whether the senders' largest values are the same ones or not: ``alike`` is the share in common."""
+    """The senders' values may have a part in common, whose share is ``alike``, or nothing."""
     generator = torch.Generator().manual_seed(senders)
     layout = sketch.SketchLayout(sketch.SketchConfig(), 200_000)
 

@@ -86,7 +86,7 @@ def test_no_row_grows_by_more_than_the_header_and_padding(dtype: torch.dtype) ->
 
 @pytest.mark.slow
 def test_kernels_keep_every_bit() -> None:
-    """In Triton's interpreter; the number is that of the cases that were tried."""
+    """Every case of INTERPRETED is tried in both dtypes, in Triton's interpreter."""
     assert interpreted(main) == "18"
 
 
