@@ -173,8 +173,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SETTING",
         help="settings, measured one after the other, for the first of expert, tensor, context, pipeline and "
         "data that has several ranks. The others' codecs follow as flags "
-        f'("taco --dp-compression sdp4bit"). A setting is {SETTINGS_HELP}, or '
-        "MEGATRON_COMPRESSION_NODE_SIZE=N, which counts N ranks of this host as a node (1: as if all links "
+        f'("taco --dp-compression sdp4bit"). A setting is {SETTINGS_HELP}; '
+        "MEGATRON_COMPRESSION_NODE_SIZE=N there counts N ranks of this host as a node (1: as if all links "
         "were ethernet). The table compares with the first setting (default: by dimension)",
     )
     compared.add_argument("--regimes", nargs="+", default=list(REGIMES), help=REGIMES_HELP)
@@ -409,7 +409,7 @@ def untimed(graphs: str) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One setting, measured over one regime with one kind of graphs."""
 
     shape: str
@@ -469,9 +469,9 @@ class Order:
 
 def run(options: Namespace) -> None:
     """Measure every regime and print its table. The exit status is 1 where a row is missing."""
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
 
-    def keep(row: Row) -> None:
+    def keep(row: BenchRow) -> None:
         rows.append(row)
         print(*row.cells, sep=" | ", flush=True)
         if options.json:
@@ -486,7 +486,7 @@ def run(options: Namespace) -> None:
         sys.exit(1)
 
 
-def measure(options: Namespace, regime: str, graphs: str, keep: Callable[[Row], None]) -> None:
+def measure(options: Namespace, regime: str, graphs: str, keep: Callable[[BenchRow], None]) -> None:
     """Measure all settings over one regime with one kind of graphs. A setting that fails costs its row only.
 
     Args:
@@ -563,7 +563,7 @@ class BatchRun:
         regime: str,
         graphs: str,
         batch: list[BenchSetting],
-        keep: Callable[[Row], None],
+        keep: Callable[[BenchRow], None],
     ) -> None:
         self.options = options
         self.regime = regime
@@ -644,7 +644,7 @@ class BatchRun:
             return SECONDS_TO_END
         return self.options.limit
 
-    def _row(self, peak_memory: dict[str, float]) -> Row:
+    def _row(self, peak_memory: dict[str, float]) -> BenchRow:
         """Return the row of the block that has just ended."""
         options = self.options
         setting = self.batch[self.finished]
@@ -652,7 +652,7 @@ class BatchRun:
         lines = (self.report / "history.jsonl").read_text().splitlines()
         first = self.before + self.finished * options.iterations
         timed = lines[first + untimed(self.graphs) : first + options.iterations]
-        return Row(
+        return BenchRow(
             shape=options.shape,
             communicators=options.communicators,
             ranks=options.ranks,
@@ -668,7 +668,7 @@ class BatchRun:
 
 
 def summary(history: list[dict], traffic: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields of ``Row`` that come from the report's history of a block.
+    """Return the fields of ``BenchRow`` that come from the report's history of a block.
 
     Args:
         history: an object for each timed iteration.
@@ -691,7 +691,7 @@ def summary(history: list[dict], traffic: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[Row], traffic: tuple[str, ...], baseline: str) -> str:
+def table(rows: list[BenchRow], traffic: tuple[str, ...], baseline: str) -> str:
     """Return a markdown table.
 
     Args:

@@ -56,7 +56,7 @@ class Timing:
     """Median time that the host needs to launch a pass."""
     sent: int
     """Bytes that a rank sends."""
-    plain: int
+    uncompressed: int
     """Bytes that it would send uncompressed."""
 
 
@@ -194,7 +194,7 @@ def table(rows: list[dict], baseline: str) -> str:
                 f"{row['host_ms']:.2f}",
                 speed_up,
                 f"{row['sent'] / 1e6:.1f}",
-                f"{row['sent'] / max(row['plain'], 1):.2f}",
+                f"{row['sent'] / max(row['uncompressed'], 1):.2f}",
             ]
         )
     return "\n".join(markdown(*lines))
@@ -291,7 +291,7 @@ class Prompts:
         times = []
         host_times = []
         for number in range(WARM_UP + TIMED):
-            sent_before, plain_before = self._bytes()
+            sent_before, uncompressed_before = self._bytes()
             # All ranks begin with idle GPUs: the barrier is a kernel itself under NCCL.
             torch.cuda.synchronize()
             dist.barrier()
@@ -304,7 +304,7 @@ class Prompts:
             if number >= WARM_UP:
                 times.append(1e3 * (ended - began))
                 host_times.append(1e3 * (launched - began))
-        sent, plain = self._bytes()
+        sent, uncompressed = self._bytes()
         timing = Timing(
             setting=setting,
             tokens=tokens,
@@ -314,7 +314,7 @@ class Prompts:
             most=max(times),
             host_ms=statistics.median(host_times),
             sent=sent - sent_before,  # of the last pass
-            plain=plain - plain_before,
+            uncompressed=uncompressed - uncompressed_before,
         )
         if dist.get_rank() == 0:
             print(ROW, json.dumps(asdict(timing)), flush=True)
@@ -323,8 +323,8 @@ class Prompts:
         """Return what this rank has sent so far, and would have sent uncompressed."""
         tallies = self.ledger.tallies.values()
         sent = sum(tally.sent for tally in tallies)
-        plain = sum(tally.uncompressed for tally in tallies)
-        return sent, plain
+        uncompressed = sum(tally.uncompressed for tally in tallies)
+        return sent, uncompressed
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def test_auto_of_data_parallelism_is_timed_behind_its_check() -> None:
 TRAFFIC = ("tp.forward", "tp.backward")
 
 
-def measured(codec: str, times: tuple[float, ...], graphs: str = "full_iteration") -> bench.Row:
+def measured(
+    codec: str, times: tuple[float, ...], graphs: str = "full_iteration"
+) -> bench.BenchRow:
     """A row of made-up iterations, each of which sends 1.5 MB forward and nothing backward."""
     kinds = {"compressed": {"sent": 1e6, "plain": 4e6}, "exact": {"sent": 5e5, "plain": 5e5}}
     history = [
@@ -50,7 +52,7 @@ def measured(codec: str, times: tuple[float, ...], graphs: str = "full_iteration
         }
         for time in times
     ]
-    return bench.Row(
+    return bench.BenchRow(
         shape="1.75b",
         communicators=2,
         ranks=2,

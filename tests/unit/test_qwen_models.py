@@ -74,11 +74,17 @@ def config_of(model: DenseModel) -> dict:
 @pytest.mark.parametrize("name", DENSE)
 def test_parameters_are_the_published_ones(name) -> None:
     model = DENSE[name]
-    width, keys = model.heads * model.head_dim, 2 * model.groups * model.head_dim
-    extras = {"qwen2": width + keys, "qwen3": 2 * model.head_dim}[model.family]
-    layer = model.hidden * (2 * width + keys + 3 * model.ffn + 2) + extras
-    ends = model.hidden * (model.vocabulary * (2 - model.tied) + 1)
-    assert model.layers * layer + ends == PUBLISHED_PARAMETERS[name]
+    queries = model.heads * model.head_dim
+    keys_and_values = 2 * model.groups * model.head_dim
+    # Biases of q, k and v; or the norms of q and k.
+    more = queries + keys_and_values if model.family == "qwen2" else 2 * model.head_dim
+    attention = model.hidden * (2 * queries + keys_and_values)
+    mlp = 3 * model.hidden * model.ffn
+    norms = 2 * model.hidden
+    embeddings = 1 if model.tied else 2
+    outside = model.hidden * model.vocabulary * embeddings + model.hidden
+    in_layers = model.layers * (attention + mlp + norms + more)
+    assert in_layers + outside == PUBLISHED_PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,33 +108,36 @@ def test_flags_and_config_describe_the_same_model(name, parser, tmp_path) -> Non
 
 
 def test_the_users_flags_win(parser) -> None:
-    given = [
-        "--qwen-model",
-        "3-8b",
-        "--num-layers",
-        "4",
-        "--hidden-dropout=0.1",
-        "--kv-channels",
-        "64",
-    ]
-    expanded, added = expand(given)
+    typed = "--qwen-model 3-8b --num-layers 4 --hidden-dropout=0.1 --kv-channels 64".split()
+    expanded, added = expand(typed)
     assert not {"--num-layers", "--hidden-dropout", "--kv-channels"} & set(added)
-    assert expanded == added + given
+    assert expanded == added + typed
     args = parser.parse_args(expanded)
     assert (args.num_layers, args.hidden_dropout, args.kv_channels) == (4, 0.1, 64)
     assert (args.hidden_size, args.qk_layernorm, args.add_qkv_bias) == (4096, True, False)
 
 
-def test_the_vocabulary_is_padded_to_the_ranks_or_by_megatron() -> None:
-    for flag in ("--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by"):
-        _, added = expand(["--qwen-model", "2.5-7b", flag, "512"])
-        assert "--padded-vocab-size" not in added
-    for words in (["--tensor-model-parallel-size", "5"], ["--tensor-model-parallel-size=5"]):
-        _, added = expand(["--qwen-model", "2.5-7b", *words])
-        assert added[added.index("--padded-vocab-size") + 1] == "152065"
-        assert added[added.index("--vocab-size") + 1] == "152064"
-    for model in MODELS.values():
-        assert megatron_flags(model, 16)["--padded-vocab-size"] == str(model.vocabulary)
+@pytest.mark.parametrize(
+    "flag", ["--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by"]
+)
+def test_a_vocabulary_of_the_users_is_padded_by_megatron(flag: str) -> None:
+    _, added = expand(["--qwen-model", "2.5-7b", flag, "512"])
+    assert "--padded-vocab-size" not in added
+
+
+@pytest.mark.parametrize(
+    "words", [["--tensor-model-parallel-size", "5"], ["--tensor-model-parallel-size=5"]]
+)
+def test_a_published_vocabulary_is_padded_to_the_ranks(words: list[str]) -> None:
+    _, added = expand(["--qwen-model", "2.5-7b", *words])
+    assert added[added.index("--padded-vocab-size") + 1] == "152065"
+    assert added[added.index("--vocab-size") + 1] == "152064"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_vocabularies_need_no_padding_for_16_ranks(name: str) -> None:
+    model = MODELS[name]
+    assert megatron_flags(model, 16)["--padded-vocab-size"] == str(model.vocabulary)
 
 
 @pytest.mark.parametrize(
