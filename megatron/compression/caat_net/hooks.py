@@ -20,7 +20,7 @@ from megatron.compression.caat_net.layers import (
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import SettingError
-from megatron.compression.patches import symbols
+from megatron.compression.patches import running, symbols
 from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, cut_without_mark
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
 from megatron.compression.tensor_parallel.layers import (
@@ -129,7 +129,11 @@ def _sum_after_finalizing(config: TransformerConfig, ledger: Ledger) -> None:
 
 class _FinalizeAndSum:
     """megatron-core's ``finalize_model_grads``, or another function of the config's, and then the
-    sum."""
+    sum.
+
+    The ledger is of the run that attached first: models of several runs may share a config, and the
+    model's own run counts.
+    """
 
     def __init__(self, finalize, ledger: Ledger) -> None:
         self.finalize = finalize or finalize_model_grads
@@ -143,7 +147,8 @@ class _FinalizeAndSum:
             group = parallel_state.get_tensor_model_parallel_group()
         else:
             group = pg_collection.tp
-        sum_rank_local_gradients(model, group, self.ledger)
+        run = running.run_of_model(model)
+        sum_rank_local_gradients(model, group, self.ledger if run is None else run.ledger)
 
 
 def sum_rank_local_gradients(
