@@ -178,9 +178,12 @@ class _LinearDeferring(torch.autograd.Function):
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         rows = grad_output.reshape(-1, grad_output.shape[-1])
-        grad_input = torch.matmul(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        grad_input = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_input = torch.matmul(rows, weight).view(x.shape)
         ctx.gradient.provide(lambda: (rows, x.reshape(-1, x.shape[-1])))
-        grad_bias = rows.sum(dim=0) if ctx.has_bias else None
+        if ctx.has_bias:
+            grad_bias = rows.sum(dim=0)
         return grad_input, placeholder(weight), grad_bias, None
 
 

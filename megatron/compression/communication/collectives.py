@@ -321,9 +321,11 @@ def uncompressed_all_reduce(x: Tensor, group: dist.ProcessGroup, out: Tensor | N
         out: contiguous tensor for the sum, which may be ``x``; None: a new one.
     """
     # torch sums in place.
-    total = x.clone(memory_format=torch.contiguous_format) if out is None else out
-    if out is not None and out is not x:
-        out.copy_(x)
+    total = out
+    if total is None:
+        total = x.clone(memory_format=torch.contiguous_format)
+    elif total is not x:
+        total.copy_(x)
     return Work(dist.all_reduce(total, group=group, async_op=True), lambda: total)
 
 
@@ -338,9 +340,10 @@ def uncompressed_reduce_scatter(
         out: contiguous ``[n, ...]`` for the result; None: a new tensor.
     """
     # torch's collectives take contiguous tensors, and leave their input as it is.
-    shard = x.new_empty((x.shape[0] // group.size(), *x.shape[1:])) if out is None else out
-    work = dist.reduce_scatter_tensor(shard, x.contiguous(), group=group, async_op=True)
-    return Work(work, lambda: shard)
+    if out is None:
+        out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    work = dist.reduce_scatter_tensor(out, x.contiguous(), group=group, async_op=True)
+    return Work(work, lambda: out)
 
 
 def uncompressed_all_gather(x: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Work:
@@ -351,9 +354,10 @@ def uncompressed_all_gather(x: Tensor, group: dist.ProcessGroup, out: Tensor | N
         group: the ranks.
         out: contiguous ``[W * n, ...]`` for the result; None: a new tensor.
     """
-    full = x.new_empty((x.shape[0] * group.size(), *x.shape[1:])) if out is None else out
-    work = dist.all_gather_into_tensor(full, x.contiguous(), group=group, async_op=True)
-    return Work(work, lambda: full)
+    if out is None:
+        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    work = dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
+    return Work(work, lambda: out)
 
 
 def fp32_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Work:
@@ -383,7 +387,7 @@ def sum_in_order(rows: Tensor) -> Tensor:
 
     ``torch.sum`` adds in an order that depends on the device, the shape and the number of rows.
     """
-    total = rows[0].float() if rows.dtype != torch.float32 else rows[0].clone()
+    total = rows[0].to(torch.float32, copy=True)
     # One addition a rank, in place: no [W, n] fp32 copy is made.
     for row in rows[1:]:
         total += row

@@ -256,7 +256,8 @@ class SiteMessage:
 
         ``out`` may be ``x`` itself.
         """
-        site, codec = self.site, self.codec
+        site = self.site
+        codec = self.codec
         compressed, uncompressed = _COLLECTIVES[self.operation]
         if codec is None:
             return uncompressed(x, site.group, out)
@@ -303,7 +304,8 @@ class SiteMessage:
 
     def _measure(self, x: torch.Tensor) -> None:
         """Let the error meter measure what is encoded, when it is due."""
-        site, policy = self.site, self.site.run.policy
+        site = self.site
+        policy = site.run.policy
         if not policy.measures(site.name, self.traffic):
             return
         assert self.codec is not None

@@ -216,11 +216,15 @@ def find_topology(
         node_of_rank = [index // node_size for index in range(len(ranks))]
     shape = group_by_node(node_of_rank)
     # Unevenly spread ranks are treated as if each were a node: one flat exchange.
-    nodes, local = (len(ranks), 1) if shape is None else shape
+    nodes = len(ranks)
+    local = 1
+    if shape is not None:
+        nodes, local = shape
     node, index = divmod(group.rank(), local)
     # With one rank a node, or one node, a sum has one hop.
     two_hops = nodes > 1 and local > 1
-    memory, method = None, ""
+    memory = None
+    method = ""
     if nodes == 1 and local > 1:
         memory, method = transports.host_memory(group)
     # Several communicators share what no memory carries: the only exchange, or the one between

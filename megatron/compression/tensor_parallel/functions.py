@@ -210,8 +210,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
                 return grad_output, x.reshape(-1, x.shape[-1])
 
             ctx.gradient.provide(inputs)
-        grad_bias = grad_output.sum(dim=0) if ctx.has_bias else None
-        grad_weight = None if ctx.gradient is None else placeholder(weight)
+        grad_bias = None
+        if ctx.has_bias:
+            grad_bias = grad_output.sum(dim=0)
+        grad_weight = None
+        if ctx.gradient is not None:
+            grad_weight = placeholder(weight)
         # messages, sequence_parallel, exchange and gradient have no gradients.
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
@@ -280,8 +284,9 @@ class _RowParallelLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             grad_output = ctx.messages.backward("all_gather").start(grad_output).wait()
-        grad_input = torch.matmul(grad_output, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = None
+        grad_input = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_input = torch.matmul(grad_output, weight)
         if ctx.needs_input_grad[1]:
             rows = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
             if ctx.gradient is None:

@@ -147,13 +147,17 @@ class BlockInput:
         self.block = block
         self.output = output
         self.residual = residual
-        # Inputs of the node, since it computes their gradients.
-        parameters = [] if block is None else list(block.norm.parameters())
-        column = None if block is None else ColumnStandIn(block.column.site)
-        row = None if output is None else output.row
+        # The norm's parameters are inputs of the node, since it computes their gradients.
+        parameters: list[torch.nn.Parameter] = []
+        column = row = total = bias = None
+        if block is not None:
+            parameters = list(block.norm.parameters())
+            column = ColumnStandIn(block.column.site)
+        if output is not None:
+            row = output.row
+            total = output.total
+            bias = output.bias
         self.backward = BlockInputBackward(parameters, column, previous, row)
-        total = None if output is None else output.total
-        bias = None if output is None else output.bias
         self.x, self.y = _BlockInputNode.apply(self.backward, residual, total, bias, *parameters)
         """The residual stream and the block's input, both ``[s, b, h]`` and without values until
         computed."""
@@ -200,7 +204,8 @@ class BlockInput:
     def _add_output(self) -> torch.Tensor:
         """Return the residual stream ``[s, b, h]`` after the previous block, and forget what it is
         made of."""
-        residual, output = self.residual, self.output
+        residual = self.residual
+        output = self.output
         del self.residual, self.output  # nothing is kept alive
         if output is None:
             return residual

@@ -112,6 +112,7 @@ class HalvesBlock(TransformerBlock):
         Raises:
             InputError: an argument that halves do not support.
         """
+        # Stages after the first one get their input from the pipeline.
         received = hidden_states if self.pre_process else self.input_tensor
         if not self._halves(received, options):
             return super().forward(hidden_states, attention_mask, **options)
@@ -164,7 +165,9 @@ class HalvesBlock(TransformerBlock):
             sizes = [half.shape[1] for half in halves]
             return interleave(self._blocks(layers, arguments, sizes), halves)
 
-        return tensor_parallel.checkpoint(run, False, *halves) if recomputed else run(*halves)
+        if recomputed:
+            return tensor_parallel.checkpoint(run, False, *halves)
+        return run(*halves)
 
     def _blocks(
         self,
@@ -213,7 +216,8 @@ def _arguments_by_half(
         arguments: for the whole micro-batch.
         sizes: number of sequences of each half.
     """
-    first, second = dict(arguments), dict(arguments)
+    first = dict(arguments)
+    second = dict(arguments)
     mask = arguments["attention_mask"]
     if mask is not None and mask.shape[0] == sum(sizes):
         first["attention_mask"], second["attention_mask"] = mask.split(sizes)

@@ -134,7 +134,8 @@ class _OutputSum:
         self._message = message
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
-        message, stand_in = self._message, self._stand_in
+        message = self._message
+        stand_in = self._stand_in
         stand_in.total = message.start(x)
         stand_in.dtype = x.dtype
         tokens = x.shape[0]
