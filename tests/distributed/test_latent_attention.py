@@ -66,25 +66,29 @@ def latent_worker(rank: int, world_size: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[dict, list[dict]]:
+def results() -> tuple[dict, list[dict]]:
     """One process, and two ranks."""
     return spawn(latent_worker, 1)[0], spawn(latent_worker, 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_compute_what_one_does(layout: str, actual: tuple[dict, list[dict]]) -> None:
+def test_two_ranks_compute_what_one_does(layout: str, results: tuple[dict, list[dict]]) -> None:
     """Loss and every gradient, and with the identity codec; TACO in int8 nearly. Bytes are c10d's (above)."""
-    serial, ranks = actual
+    serial, ranks = results
     loss, gradients, _ = serial[layout, "none"]
     assert any("linear_kv_down_proj" in name for name in gradients)
     assert any("eh_proj" in name for name in gradients), "of the second token"
     for actual in ranks:
         for codec in ("none", "identity"):
-            own_loss, own, _ = actual[layout, codec]
-            assert own_loss == pytest.approx(loss, rel=1e-6)
+            rank_loss, rank_gradients, _ = actual[layout, codec]
+            assert rank_loss == pytest.approx(loss, rel=1e-6)
             for name, expected in gradients.items():
                 torch.testing.assert_close(
-                    own[name], expected, rtol=1e-4, atol=1e-6, msg=f"{codec} {name}"
+                    rank_gradients[name],
+                    expected,
+                    rtol=1e-4,
+                    atol=1e-6,
+                    msg=f"{codec} {name}",
                 )
         coarse, rough, rows = actual[layout, CODED]
         assert coarse == pytest.approx(loss, rel=0.003) and coarse != loss
@@ -95,9 +99,9 @@ def test_two_ranks_compute_what_one_does(layout: str, actual: tuple[dict, list[d
         assert all(torch.equal(rough[name], ranks[0][layout, CODED][1][name]) for name in rough)
 
 
-def test_attention_of_megatron_core(actual: tuple[dict, list[dict]]) -> None:
+def test_attention_of_megatron_core(results: tuple[dict, list[dict]]) -> None:
     """As Transformer Engine's layers have it: the bits and the bytes of ours."""
-    for ranks in actual[1]:
+    for ranks in results[1]:
         (theirs,) = (key for key in ranks if "Engine" in key[1])
         (loss, gradients, rows) = ranks[theirs]
         ours = ranks[theirs[0], CODED]
