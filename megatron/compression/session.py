@@ -206,6 +206,7 @@ class Session:
         the functions that were replaced in other packages are their own again.
         """
         self._is_closed = True
+        self.gradients.close()
         self.run.policy.rules = {}
         self.run.session = None
         if self.audit is not None:

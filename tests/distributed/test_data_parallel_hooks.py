@@ -181,8 +181,9 @@ def test_experts_do_not_move_dense_reductions_on() -> None:
     assert started == ["expert 0", "dense 0"]
 
 
-def nodes_worker(rank: int, node_size: int) -> None:
+def nodes_worker(rank: int, world_size: int, node_size: int) -> None:
     """With and without the distributed optimizer: the same training up to the order of sums."""
+    start(rank)
     for setup in (Setup(), Setup(distributed_optimizer=False)):
         _, losses = train(rank, setup, 3)
         hooked, same = train(rank, replace(setup, settings={**EXACT, "node_size": node_size}), 3)

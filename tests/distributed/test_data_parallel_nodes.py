@@ -1,4 +1,4 @@
-"""Two nodes of two ranks: topology, training, bytes; one set of processes for all."""
+"""Two nodes of two ranks: topology, training, bytes."""
 
 import os
 from dataclasses import replace
@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from megatron.compression.communication import Ledger, Transports
 from megatron.compression.communication.topology import find_topology, nodes_of
-from tests.distributed.spawn import spawned
+from tests.distributed.spawn import spawn
 from tests.distributed.test_data_parallel_hooks import nodes_worker
-from tests.distributed.test_sdp4bit import bytes_worker, check_bytes
+from tests.distributed.test_sdp4bit import check_bytes, started_bytes_worker
 from tests.distributed.tiny_ddp import Setup, Training, digest, same_everywhere, start, train
 
 
-def hosts_worker(rank: int) -> None:
-    """Nodes by the hosts' names, where no launcher says how many ranks a node has."""
+def hosts_worker(rank: int, world_size: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "LOCAL_WORLD_SIZE"}
     host = SimpleNamespace(nodename=f"host{rank // 2}")
     with (
@@ -30,8 +29,12 @@ def hosts_worker(rank: int) -> None:
     assert dist.get_process_group_ranks(topology.hops["inter"][0]) == [rank % 2, rank % 2 + 2]
 
 
-def uneven_nodes_worker(rank: int) -> None:
-    """Nodes of three ranks and one, each of which knows its own number: all ranks see the same nodes."""
+def test_nodes_by_the_hosts_names() -> None:
+    """Where no launcher says how many ranks a node has."""
+    spawn(hosts_worker, 4)
+
+
+def uneven_nodes_worker(rank: int, world_size: int) -> None:
     pairs = [dist.new_group(members) for members in ([0, 1], [2, 3])]
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3" if rank < 3 else "1"):
         topology = find_topology(dist.group.WORLD)
@@ -39,16 +42,20 @@ def uneven_nodes_worker(rank: int) -> None:
         assert nodes_of(dist.group.WORLD) == [0, 0, 0, 3]
     assert not topology.regular and (topology.nodes, topology.local) == (4, 1)
     assert (pair.nodes, pair.local) == ((1, 2) if rank < 2 else (2, 1))
-    every = [None] * 4
-    dist.all_gather_object(every, topology.describe())
-    assert len(set(every)) == 1
+    descriptions = [None] * 4
+    dist.all_gather_object(descriptions, topology.describe())
+    assert len(set(descriptions)) == 1
     # a launcher that says it on some nodes only: by the hosts' names
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3" if rank < 3 else ""):
         assert nodes_of(dist.group.WORLD) == [0] * 4
 
 
-def communicators_worker(rank: int) -> None:
-    """With two hops too, each exchange that crosses nodes has its communicators: gradients' and weights'."""
+def test_uneven_nodes() -> None:
+    """Nodes of three ranks and one, each of which knows its own number: all ranks see the same nodes."""
+    spawn(uneven_nodes_worker, 4)
+
+
+def communicators_worker(rank: int, world_size: int) -> None:
     topology = find_topology(dist.group.WORLD, 2, Transports("collective", communicators=3))
     assert ", 3 communicators; " in topology.describe()
     for link, ranks in ((None, [0, 1, 2, 3]), ("inter", [rank % 2, rank % 2 + 2])):
@@ -60,12 +67,16 @@ def communicators_worker(rank: int) -> None:
     assert len(topology.transport(Ledger(), "dp.gradient", "intra").groups) == 1
 
 
+def test_each_exchange_between_nodes_has_its_communicators() -> None:
+    """With two hops too: gradients' and weights'."""
+    spawn(communicators_worker, 4)
+
+
 OFFSET = "decoder.layers.0.self_attention.core_attention.softmax_offset"
 
 
-def cut_worker(rank: int) -> tuple[float, float]:
-    """Parameters that tensor-parallel ranks hold parts of without Megatron's mark, TP 2 x DP 2: the relative
-    error of a gradient and of its weight against the uncompressed run."""
+def cut_worker(rank: int, world_size: int) -> tuple[float, float]:
+    """The relative errors of a gradient and of its weight against the uncompressed run, TP 2 x DP 2."""
     from megatron.compression.replicated_parameters import cut_without_mark
 
     start(rank, tensor_ranks=2)
@@ -98,28 +109,18 @@ def _error(expected: Training, compressed: Training, name: str, what: str) -> fl
     return float((second - first).norm() / first.norm())
 
 
-def four_ranks_worker(rank: int, world_size: int) -> dict:
-    """Everything that takes four ranks; what fails in here fails every test of the file."""
-    start(rank)
-    hosts_worker(rank)
-    uneven_nodes_worker(rank)
-    nodes_worker(rank, 2)
-    if not torch.cuda.is_available():  # it is about values, not about devices
-        communicators_worker(rank)
-    return {**bytes_worker(rank, world_size, 2), "cut": cut_worker(rank)}
-
-
-results = spawned(four_ranks_worker, 4)
-
-
-def test_parameters_cut_without_the_mark(results) -> None:
-    """Each tensor-parallel rank trains its own softmax offsets; the workers' own assertions hold."""
-    for result in results:
-        gradient, weight = result["cut"]
+def test_parameters_cut_without_the_mark() -> None:
+    """Each tensor-parallel rank trains its own softmax offsets, which lack Megatron's mark."""
+    for gradient, weight in spawn(cut_worker, 4):
         assert gradient < 1e-3 and weight < 0.5
 
 
-def test_bytes_between_nodes_and_inside(results) -> None:
+def test_training_on_two_nodes() -> None:
+    """Exact codecs over two hops: the same training up to the order of sums."""
+    spawn(nodes_worker, 4, 2)
+
+
+def test_bytes_between_nodes_and_inside() -> None:
     """Bits a value, of what c10d was really given."""
-    for result in results:
+    for result in spawn(started_bytes_worker, 4, 2):
         check_bytes(result)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -58,46 +59,66 @@ def run(
     return training, float(loss) / dist.get_world_size()
 
 
-def instances_worker(rank: int, world_size: int) -> dict:
-    """2 instances of 2 ranks."""
+def exact_worker(rank: int, world_size: int) -> None:
     start(rank, instances=2)
-    results = {}
     for setup in (SEQUENTIAL, OUTER):
         plain, loss = run(rank, setup)
         exact, same = run(rank, setup, "none:outer=identity")
-        assert (exact.digest(), same) == (plain.digest(), loss), "an exact codec changes no bit"
-    assert plain.kinds("dp.outer") == {"off"}
-    for spec, (setup, *_) in SETUPS.items():
-        compressed, found = run(rank, setup, spec)
-        assert sent(compressed, link="intra") == (0, 0), spec
-        assert sent(compressed, "dp.gradient") == (0, 0), "the inner hop stays inside its instance"
-        results[spec] = sent(compressed), abs(found / loss - 1), compressed.kinds("dp.outer")
-    again, _ = run(rank, setup, spec)
-    assert again.digest() == compressed.digest(), "the same bits in every run"
-    return results
+        assert (exact.digest(), same) == (plain.digest(), loss)
+        assert plain.kinds("dp.outer") == {"off"}
+
+
+def test_an_exact_codec_between_instances_changes_no_bit() -> None:
+    """2 instances of 2 ranks, with and without overlap."""
+    spawn(exact_worker, 4)
+
+
+def instances_worker(rank: int, world_size: int, spec: str) -> tuple:
+    """Bytes sent and instead of what, how far the loss is from the uncompressed one, and the reasons."""
+    start(rank, instances=2)
+    setup = SETUPS[spec][0]
+    _, loss = run(rank, OUTER)
+    compressed, compressed_loss = run(rank, setup, spec)
+    assert sent(compressed, link="intra") == (0, 0)
+    assert sent(compressed, "dp.gradient") == (0, 0), "the inner hop stays inside its instance"
+    return sent(compressed), abs(compressed_loss / loss - 1), compressed.kinds("dp.outer")
+
+
+@pytest.mark.parametrize("spec", SETUPS)
+def test_bytes_between_instances_and_loss(spec: str) -> None:
+    """2 instances of 2 ranks: what the outer hop sends, and a loss near the uncompressed one."""
+    _, most, difference = SETUPS[spec]
+    for (now, before), differs, kinds in spawn(instances_worker, 4, spec):
+        assert differs < difference and before > 0
+        assert now == before if most is None else now <= most * before / 2
+        assert kinds - {"overflow"} == {"off" if most is None else "compressed"}
+
+
+def repeated_worker(rank: int, world_size: int) -> None:
+    start(rank, instances=2)
+    digests = [run(rank, SETUPS["sdp4bit"][0], "sdp4bit")[0].digest() for _ in range(2)]
+    assert digests[0] == digests[1]
+
+
+def test_the_same_bits_in_every_run() -> None:
+    """Sums do not depend on timing."""
+    spawn(repeated_worker, 4)
 
 
 def one_rank_worker(rank: int, world_size: int) -> float:
-    """2 instances of 1 rank: the outer hop is all there is."""
+    """The share of the uncompressed bytes that is sent."""
     start(rank, instances=2)
     plain, loss = run(rank, OUTER)
-    compressed, found = run(rank, OUTER, "int8", node_size=1)
+    compressed, compressed_loss = run(rank, OUTER, "int8", node_size=1)
     assert {row["traffic"] for row in compressed.rows if row["sent_bytes"]} == {"dp.outer"}
-    (now, before), (plain_now, _) = sent(compressed), sent(plain, link=None)
+    now, before = sent(compressed)
+    plain_now, _ = sent(plain, link=None)
     assert before == plain_now
-    assert abs(found / loss - 1) < 1e-3
+    assert abs(compressed_loss / loss - 1) < 1e-3
     return now / before
 
 
-def test_bytes_between_instances_and_loss() -> None:
-    for result in spawn(instances_worker, 4):
-        for spec, (_, most, difference) in SETUPS.items():
-            (now, before), differs, kinds = result[spec]
-            assert differs < difference and before > 0, spec
-            assert now == before if most is None else now <= most * before / 2, spec
-            assert kinds - {"overflow"} == {"off" if most is None else "compressed"}, spec
-
-
 def test_instances_of_one_rank() -> None:
+    """2 instances of 1 rank: the outer hop is all there is."""
     for ratio in spawn(one_rank_worker, 2):
         assert ratio <= 0.52 / 2

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.distributed.spawn import spawn
@@ -63,6 +64,12 @@ def bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
     return results
 
 
+def started_bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
+    """``bytes_worker`` in ranks that have not begun."""
+    start(rank)
+    return bytes_worker(rank, world_size, node_size)
+
+
 def _sent(rows: list[dict], channel: str, link: str, operation: str) -> int:
     wanted = dict(traffic=channel, link=link, operation=operation).items()
     return sum(row["sent_bytes"] for row in rows if wanted <= row.items())
@@ -93,20 +100,24 @@ def _damage(model: torch.nn.Module) -> None:
     handle = model.decoder.layers[0].mlp.linear_fc1.weight.register_hook(spoil)
 
 
-def _damaged_worker(rank: int, world_size: int) -> None:
+DAMAGED = {
+    "sdp4bit, fp16": Setup(settings=ON, dtype=torch.float16),
+    "sdp4bit, bf16": Setup(settings=ON),
+    "tagc, packed": Setup(
+        settings={"compression": "tagc", "weights": "sdp4bit:intra=4,group=2048,hadamard=off"}
+    ),
+    "tagc, sketches": Setup(
+        settings={"compression": "tagc:wire=sketch"}, distributed_optimizer=False
+    ),
+}
+
+
+def _damaged_worker(rank: int, world_size: int, name: str) -> None:
     from megatron.compression.tagc import parts
 
     start(rank)
     parts.SMALLEST = 2048
-    for setup in (
-        Setup(settings=ON, dtype=torch.float16),
-        Setup(settings=ON),
-        Setup(
-            settings={"compression": "tagc", "weights": "sdp4bit:intra=4,group=2048,hadamard=off"}
-        ),
-        Setup(settings={"compression": "tagc:wire=sketch"}, distributed_optimizer=False),
-    ):
-        _check_damaged(rank, replace(setup, loss_scale=128.0, bucket_size=50_000))
+    _check_damaged(rank, replace(DAMAGED[name], loss_scale=128.0, bucket_size=50_000))
 
 
 def _check_damaged(rank: int, setup: Setup) -> None:
@@ -118,10 +129,8 @@ def _check_damaged(rank: int, setup: Setup) -> None:
     training.settle()
     before = training.digest()
     hook = _damage if rank == 1 else None
-    skipped, skipped_reference = training.step(hook)[1], reference.step(hook)[1]
-    assert not skipped and not skipped_reference, (
-        "skipped with and without compression, on every rank"
-    )
+    assert not training.step(hook)[1], "the step is skipped, on every rank"
+    assert not reference.step(hook)[1], "so it is without compression"
     training.settle()
     assert training.digest() == before, "the weight difference of a skipped step is nothing"
     for group in training.groups:
@@ -134,40 +143,48 @@ def _check_damaged(rank: int, setup: Setup) -> None:
     assert same_everywhere(training.digest())
 
 
-def test_a_damaged_gradient_skips_the_step() -> None:
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_gradient_skips_the_step(name: str) -> None:
     """One infinite value on one rank: the step is skipped as without compression, and nothing is poisoned.
 
     In fp16, and in bf16 with a loss scale (without one Megatron ends the run before the reduction).
     """
-    spawn(_damaged_worker, 2)
+    spawn(_damaged_worker, 2, name)
 
 
 POWERSGD = Setup(settings={"compression": "examples.powersgd:PowerSGD:rank=8"}, bucket_size=50_000)
 ITERATIONS = 30
 
 
+PLAIN_POWERSGD = replace(
+    POWERSGD, distributed_optimizer=False, fp32_gradients=False, micro_batches=2
+)
+
+
 def powersgd_worker(rank: int, world_size: int) -> None:
-    """With and without the distributed optimizer against no compression; then bytes, state, and a NaN."""
     start(rank)
     _, exact = train(rank, replace(POWERSGD, settings={}), ITERATIONS)
-    plain = replace(POWERSGD, distributed_optimizer=False, fp32_gradients=False, micro_batches=2)
-    for setup, iterations in ((POWERSGD, ITERATIONS), (plain, 10)):
+    for setup, iterations in ((POWERSGD, ITERATIONS), (PLAIN_POWERSGD, 10)):
         training, losses = train(rank, setup, iterations)
         assert same_everywhere(training.digest())
         assert training.kinds() == {"compressed", "excluded"}
         if setup is POWERSGD:  # the same batches; Adam is slower to start on what comes late
             assert _fall(losses) > 0.75 * _fall(exact) > 1.5, (losses, exact)
         assert losses[-1] < losses[0] - 0.4
-    _check_powersgd_bytes(rank)
-    _check_state_and_damage(rank, training)
+
+
+def test_powersgd_learns() -> None:
+    """A gradient compressor outside the packages (examples/powersgd.py), with and without the distributed
+    optimizer."""
+    spawn(powersgd_worker, 2)
 
 
 def _fall(losses: list[float]) -> float:
     return losses[0] - sum(losses[-5:]) / 5
 
 
-def _check_powersgd_bytes(rank: int) -> None:
-    """The ledger has what c10d was given: two all-reduces of thin matrices, and one of vectors."""
+def powersgd_bytes_worker(rank: int, world_size: int) -> None:
+    start(rank)
     training = Training(rank, replace(POWERSGD, distributed_optimizer=False, overlap=False))
     with TransportAudit() as audit:
         training.step()
@@ -178,8 +195,14 @@ def _check_powersgd_bytes(rank: int) -> None:
     assert 0.15 < sent / plain < 0.2
 
 
-def _check_state_and_damage(rank: int, training: Training) -> None:
-    """A state that was taken back gives the same bits; an infinity shows and poisons nothing."""
+def test_powersgd_is_counted() -> None:
+    """The ledger has what c10d was given: two all-reduces of thin matrices, and one of vectors."""
+    spawn(powersgd_bytes_worker, 2)
+
+
+def powersgd_state_worker(rank: int, world_size: int) -> None:
+    start(rank)
+    training, _ = train(rank, PLAIN_POWERSGD, 3)
     for sync, bucket in training.gradients.syncs:
         states, results = [], []
         before = {slot: values.clone() for slot, values in sync.state().items()}
@@ -202,6 +225,6 @@ def _check_state_and_damage(rank: int, training: Training) -> None:
         assert bucket.gradients.isfinite().all()
 
 
-def test_powersgd() -> None:
-    """A gradient compressor outside the packages (examples/powersgd.py): it learns, and is counted."""
-    spawn(powersgd_worker, 2)
+def test_powersgd_keeps_its_state_and_is_not_poisoned() -> None:
+    """A state that was taken back gives the same bits; an infinity shows and poisons nothing."""
+    spawn(powersgd_state_worker, 2)

@@ -107,6 +107,7 @@ def compressed_mask(sync) -> torch.Tensor:
 
 
 def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None:
+    """Nothing is lost, and replicas agree."""
     cases = (
         (True, torch.bfloat16, 16, "sketch"),
         (False, torch.float32, 16, "sketch"),
@@ -159,7 +160,7 @@ def _check_sent_between_nodes(sync, steps: int) -> None:
     assert sent == steps * expected
 
 
-def _bytes_worker(rank: int, world_size: int) -> dict[str, int]:
+def bytes_worker(rank: int, world_size: int) -> dict[str, int]:
     from megatron.compression.tagc.parts import numel_of
 
     sync = make_sync(True, torch.float32)
@@ -213,56 +214,62 @@ def _non_finite_worker(
     assert mine.isfinite().all()
 
 
-def exchange_worker(rank: int, world_size: int, node_size: int | None = None) -> dict[str, int]:
-    """Everything about single exchanges; bits that travel, at two ranks."""
-    sum_worker(rank, world_size, node_size)
-    if node_size:
-        for sharded, wire in ((True, "packed"), (False, "sketch")):
-            _non_finite_worker(rank, world_size, sharded, wire, node_size)
-    if world_size > 2:
-        return {}
-    for sharded in (True, False):
-        for wire in ("sketch", "packed"):
-            _non_finite_worker(rank, world_size, sharded, wire)
-    return _bytes_worker(rank, world_size)
-
-
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
-def test_exchanges(world_size: int, node_size: int | None) -> None:
-    """Nothing is lost, replicas agree, the ledger counts what is sent; at two ranks and on two nodes an
-    infinity shows and poisons nothing."""
-    for sizes in spawn(exchange_worker, world_size, node_size):
-        assert not sizes or 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6, (
-            "16 / 3.85 + 1 bits a value"
-        )
+def test_nothing_is_lost_and_replicas_agree(world_size: int, node_size: int | None) -> None:
+    """What has arrived and what is remembered make up what there was, over one hop and over two."""
+    spawn(sum_worker, world_size, node_size)
 
 
-def training_worker(rank: int, world_size: int, iterations: int = 24) -> list[list[float]]:
+@pytest.mark.parametrize("wire", ["sketch", "packed"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_infinity_shows_and_poisons_nothing(sharded: bool, wire: str) -> None:
+    """On two ranks: it is in the sum, and not in the memory."""
+    spawn(_non_finite_worker, 2, sharded, wire)
+
+
+@pytest.mark.parametrize(("sharded", "wire"), [(True, "packed"), (False, "sketch")])
+def test_an_infinity_on_two_nodes(sharded: bool, wire: str) -> None:
+    """The same over two hops."""
+    spawn(_non_finite_worker, 4, sharded, wire, 2)
+
+
+def test_bits_that_travel() -> None:
+    """The ledger counts what is sent: 16 / 3.85 + 1 bits a value."""
+    for sizes in spawn(bytes_worker, 2):
+        assert 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6
+
+
+SKETCHES = Setup(settings={"compression": "tagc:wire=sketch"}, bucket_size=50_000)
+TRAININGS = {
+    "sketches": SKETCHES,
+    "sketches, plain DDP, bf16 gradients": replace(
+        SKETCHES, distributed_optimizer=False, micro_batches=2, fp32_gradients=False
+    ),
+    "packed": replace(SKETCHES, settings={"compression": "tagc"}),
+}
+
+
+def training_worker(rank: int, world_size: int, name: str, iterations: int = 16) -> list[float]:
     from megatron.compression.tagc import parts
 
     parts.SMALLEST = 2048
     start(rank)
-    everything = []
-    tagc = Setup(settings={"compression": "tagc:wire=sketch"}, bucket_size=50_000)
-    packed = replace(tagc, settings={"compression": "tagc"})
-    plain = replace(tagc, distributed_optimizer=False, micro_batches=2, fp32_gradients=False)
-    for setup, count in ((tagc, iterations), (plain, 16), (packed, 16)):
-        training, losses = train(rank, setup, count)
-        assert same_everywhere(training.digest())
-        assert training.kinds() == {"compressed", "excluded"}
-        audit = BackendAudit(training.run.ledger, lambda: {"data parallel": [dist.group.WORLD]})
-        with audit:
-            training.step()
-            training.settle()
-        assert audit.finish() == [], "what is left out travels in payloads, and is counted"
-        everything.append(losses)
-    return everything
+    training, losses = train(rank, TRAININGS[name], iterations)
+    assert same_everywhere(training.digest())
+    assert training.kinds() == {"compressed", "excluded"}
+    audit = BackendAudit(training.run.ledger, lambda: {"data parallel": [dist.group.WORLD]})
+    with audit:
+        training.step()
+        training.settle()
+    assert audit.finish() == [], "what is left out travels in payloads, and is counted"
+    return losses
 
 
-def test_training_learns_and_weights_agree() -> None:
-    for everything in spawn(training_worker, 2):
-        for losses in everything:
-            assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_learns_and_weights_agree(name: str) -> None:
+    """Losses fall, replicas hold the same bits, and the ledger knows all that was sent."""
+    for losses in spawn(training_worker, 2, name, 24 if name == "sketches" else 16):
+        assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
 def _run(ranks: int, *flags: str, micro_batch: str = "2"):
@@ -284,5 +291,5 @@ def test_resume(tmp_path) -> None:
     assert resumed.parameters[0] == resumed.parameters[1], "replicas"
     wider = _run(4, *overlaps, "--load", str(saved), micro_batch="1")
     assert "made with other ranks, nodes, buckets or parameters: the memory of tagc" in wider.output
-    assert all(one == wider.parameters[0] for one in wider.parameters), "replicas"
+    assert all(held == wider.parameters[0] for held in wider.parameters), "replicas"
     assert abs(wider.losses[6] - whole.losses[6]) < 0.1

@@ -7,9 +7,19 @@ import torch
 
 from tests.distributed import test_fsdp2, test_outer_hop, test_tagc
 from tests.distributed.spawn import spawn
-from tests.distributed.test_data_parallel_hooks import identity_worker
-from tests.distributed.test_data_parallel_nodes import four_ranks_worker
-from tests.distributed.test_sdp4bit import check_bytes, replica_worker
+from tests.distributed.test_data_parallel_hooks import (
+    codecs_worker,
+    identity_worker,
+    nodes_worker,
+    rollback_worker,
+    warm_up_worker,
+)
+from tests.distributed.test_data_parallel_nodes import (
+    cut_worker,
+    hosts_worker,
+    uneven_nodes_worker,
+)
+from tests.distributed.test_sdp4bit import check_bytes, replica_worker, started_bytes_worker
 from tests.gpu.devices import needs
 
 pytestmark = pytest.mark.multigpu
@@ -21,6 +31,21 @@ def test_an_exact_codec_changes_nothing() -> None:
     for results in spawn(identity_worker, 2, backend="nccl"):
         for name, (plain, hooked, _) in results.items():
             assert plain == hooked, name
+
+
+@needs(2)
+@pytest.mark.parametrize("worker", [codecs_worker, warm_up_worker])
+def test_any_codec_serves(worker: Callable) -> None:
+    """It learns, replicas stay alike, and begins when it should."""
+    spawn(worker, 2, backend="nccl")
+
+
+@needs(2)
+@pytest.mark.parametrize("weights", ["int8", "sdp4bit", "lossless"])
+def test_weights_written_before_the_next_forward_pass_stay(weights: str) -> None:
+    """What is written is found out on the device."""
+    write = "past torch's version counters"
+    assert spawn(rollback_worker, 2, weights, write, backend="nccl") == [0, 0]
 
 
 @needs(4)
@@ -40,16 +65,28 @@ def test_instances_of_one_rank() -> None:
 @needs(4)
 def test_optimizer_instances() -> None:
     """Two instances of two ranks: an exact codec changes no bit, replicas are alike; bytes of 8 bits."""
-    for results in spawn(test_outer_hop.instances_worker, 4, backend="nccl"):
-        (now, before), differs, _ = results["none:outer=int8"]
+    spawn(test_outer_hop.exact_worker, 4, backend="nccl")
+    spec = "none:outer=int8"
+    for sent, differs, _ in spawn(test_outer_hop.instances_worker, 4, spec, backend="nccl"):
+        now, before = sent
         assert now <= 0.26 * before and differs < 1e-3
 
 
 @needs(4)
 def test_two_nodes() -> None:
-    """Two nodes of two ranks: training, bytes, state."""
-    for results in spawn(four_ranks_worker, 4, backend="nccl"):
+    """Two nodes of two ranks: topology, training, bytes."""
+    spawn(hosts_worker, 4, backend="nccl")
+    spawn(uneven_nodes_worker, 4, backend="nccl")
+    spawn(nodes_worker, 4, 2, backend="nccl")
+    for results in spawn(started_bytes_worker, 4, 2, backend="nccl"):
         check_bytes(results)
+
+
+@needs(4)
+def test_parameters_cut_without_the_mark() -> None:
+    """Each tensor-parallel rank trains its own softmax offsets."""
+    for gradient, weight in spawn(cut_worker, 4, backend="nccl"):
+        assert gradient < 1e-3 and weight < 0.5
 
 
 def _on_gpu(rank: int, world_size: int, worker: str, *args):
@@ -59,17 +96,31 @@ def _on_gpu(rank: int, world_size: int, worker: str, *args):
 
 @needs(4)
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
-def test_tagc_exchanges(world_size: int, node_size: int | None) -> None:
-    for sizes in spawn(_on_gpu, world_size, "exchange_worker", node_size, backend="nccl"):
-        assert not sizes or 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6
+def test_tagc_loses_nothing(world_size: int, node_size: int | None) -> None:
+    """What has arrived and what is remembered make up what there was."""
+    spawn(_on_gpu, world_size, "sum_worker", node_size, backend="nccl")
+
+
+@needs(2)
+def test_tagc_bits_that_travel() -> None:
+    """16 / 3.85 + 1 bits a value, and the ledger counts them."""
+    for sizes in spawn(_on_gpu, 2, "bytes_worker", backend="nccl"):
+        assert 5.0 < 8 * sizes["wires"] / sizes["values"] < 5.6
+
+
+@needs(2)
+@pytest.mark.parametrize("wire", ["sketch", "packed"])
+def test_tagc_is_not_poisoned(wire: str) -> None:
+    """An infinity is in the sum, and not in the memory."""
+    spawn(_on_gpu, 2, "_non_finite_worker", True, wire, backend="nccl")
 
 
 @needs(4)
-def test_tagc_learns_and_weights_agree() -> None:
+@pytest.mark.parametrize("name", test_tagc.TRAININGS)
+def test_tagc_learns_and_weights_agree(name: str) -> None:
     """Sketches and packed values, with the distributed optimizer and overlap, and plain DDP."""
-    for everything in spawn(_on_gpu, 4, "training_worker", 50, backend="nccl"):
-        for losses in everything:
-            assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+    for losses in spawn(_on_gpu, 4, "training_worker", name, 50, backend="nccl"):
+        assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
 def _fsdp2_on_gpu(rank: int, world_size: int, worker: Callable) -> None:
@@ -97,6 +148,28 @@ def test_fsdp2_on_gpus(worker: Callable) -> None:
 
 
 @needs(4)
-def test_fsdp2_with_replicas() -> None:
-    """HSDP, NCCL's sums that multiply before they add, and two pipeline stages."""
-    spawn(_fsdp2_on_gpu, 4, test_fsdp2.replicas_worker, backend="nccl")
+@pytest.mark.parametrize(
+    "worker",
+    [
+        test_fsdp2.replicas_worker,
+        test_fsdp2.divisor_worker,
+        test_fsdp2.stages_worker,
+        test_fsdp2.hook_worker,
+    ],
+)
+def test_fsdp2_with_replicas(worker: Callable) -> None:
+    """HSDP, NCCL's sums that multiply before they add, two pipeline stages, a hook of the user's."""
+    spawn(_fsdp2_on_gpu, 4, worker, backend="nccl")
+
+
+def _copies_on_gpu(rank: int, world_size: int, gather: str, reduce: str) -> tuple:
+    test_fsdp2.DEVICE = "cuda"
+    return test_fsdp2.copies_worker(rank, world_size, gather, reduce, {"data": 2, "tensor": 2})
+
+
+@needs(4)
+@pytest.mark.parametrize("name", ["int8", "sdp4bit"])
+def test_fsdp2_beside_tensor_parallelism(name: str) -> None:
+    """Norms and biases that tensor ranks hold alike keep their bits."""
+    results = spawn(_copies_on_gpu, 4, *test_fsdp2.COPIES[name], backend="nccl")
+    assert results[0] == results[1] and results[2] == results[3]

@@ -121,7 +121,7 @@ def attach(
         )
     _disable_user_buffers(cfg, config)
     gaps.use_shipped_helpers()
-    gaps.make_torch_adam_resumable()
+    gaps.make_torch_optimizers_resumable()
     return BridgeCompression(cfg, config)
 
 

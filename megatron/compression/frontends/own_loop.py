@@ -73,7 +73,7 @@ def attach(
     host = OwnLoop(iteration, train_iters, log, broadcasts_batch)
     with spelled(PYTHON_NAMES):
         _refuse_what_needs_megatrons_loop(config)
-        gaps.make_torch_adam_resumable()
+        gaps.make_torch_optimizers_resumable()
         session = Session(config, host).open()
         try:
             session.attach_model(chunks)

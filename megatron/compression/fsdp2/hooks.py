@@ -36,6 +36,11 @@ class DataParallel(Gradients):
         is_copy = partial(_is_replicated, cut=cut)
         return Fsdp2Compression(chunk.module, self.run, topology_of, self.log, is_copy)
 
+    def close(self) -> None:
+        """Give chunks under FSDP2 back to it; under DDP what has no rule is Megatron's own."""
+        for compression in self.fsdp2:
+            compression.close()
+
     def _attach_replicas(self, chunks: list[torch.nn.Module]) -> None:
         if not self.fsdp2:
             super()._attach_replicas(chunks)

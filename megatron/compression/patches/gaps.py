@@ -168,7 +168,7 @@ def on_master_copy(take: Callable[[Any], bool]) -> None:
     around(DistributedOptimizer, "_copy_main_params_to_model_params", ("self",), copy)
 
 
-def make_torch_adam_resumable() -> None:
+def make_torch_optimizers_resumable() -> None:
     """Let Megatron's optimizers around torch's Adam, AdamW and SGD resume bit for bit; see above.
 
     Why: megatron-core's wheel runs without Transformer Engine and apex, but resumes with their optimizers

@@ -34,7 +34,7 @@ def prepare() -> None:
         implementation.transformer_engine()
         host.install()
         gaps.use_shipped_helpers()
-        gaps.make_torch_adam_resumable()
+        gaps.make_torch_optimizers_resumable()
         gaps.fuse_torch_adam()
 
 

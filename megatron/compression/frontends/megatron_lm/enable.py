@@ -91,7 +91,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Sessi
     host_loop = MegatronLoop(args)
     config = host_loop.checked_config()
     gaps.use_shipped_helpers()
-    gaps.make_torch_adam_resumable()
+    gaps.make_torch_optimizers_resumable()
     gaps.fuse_torch_adam()
     session = Session(config, host_loop).open()
     loop.tell_sessions()
