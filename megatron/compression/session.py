@@ -43,6 +43,7 @@ from megatron.compression.patches import running
 from megatron.compression.pipeline_parallel.hooks import PipelineParallel
 from megatron.compression.report import Reporter
 from megatron.compression.tensor_parallel.hooks import TensorParallel
+from taco_kernels.common.fast_launch import slow_launches
 
 STATE = "megatron_taco"
 """Under this key a checkpoint holds the config, and what the error bound has decided."""
@@ -262,9 +263,10 @@ class Session:
         """
         codecs = [codec for rule in self.run.policy.rules.values() for codec in rule.codecs]
         check_contract(codecs)
-        line = fp8_in_software(codecs)
-        if line:
-            self.host.log(f"compression: {line}")
+        if codecs:
+            for line in (fp8_in_software(codecs), slow_launches()):
+                if line:
+                    self.host.log(f"compression: {line}")
         running.claim(chunks, self.run)
         for dimension in self.dimensions.values():
             dimension.attach_wrapped(chunks)

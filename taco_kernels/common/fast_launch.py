@@ -1,29 +1,45 @@
 """Launches that find the compiled kernel without Triton's ``kernel[grid](...)``.
 
-That call binds the arguments, asks of each what the kernel is specialised on, writes the answers and the
-options as text, and looks the compiled kernel up by it: most of what a launch costs the host. Here a
-``Launch`` holds the kernel, the grid and every argument that stays the same. What a call adds, tensors and a
-few integers, is looked up by what Triton 3.6 specialises on: a tensor by its dtype and by whether its address
-divides by 16, an integer marked ``do_not_specialize`` by its width. The first call with an answer goes
-through Triton, and the kernel that Triton chose is kept for the next::
+That call binds the arguments, asks of each what the kernel is specialised on, writes the answers and
+the options as text, and looks the compiled kernel up by it: most of what a launch costs the host.
+Here a ``Launch`` holds the kernel, the grid and every argument that stays the same. What a call adds,
+tensors and a few integers, is looked up by what Triton specialises on: a tensor by its dtype and by
+whether its address divides by 16, an integer marked ``do_not_specialize`` by its width. The first
+call with an answer goes through Triton, and the kernel that Triton chose is kept for the next::
 
     call 1    key is new  ->  kernel[grid](...)   binds, specialises, compiles; its choice is kept by key
     call 2    key known   ->  the launcher's C function, with the addresses of this call
 
-Everything goes through Triton where that would not do: under the interpreter, in another version of Triton,
-on other than CUDA devices, in debug mode, and while launch hooks or instrumentation (profilers) are on.
+The C function's arguments differ between versions of Triton. They are not listed here: a copy of the
+compiled kernel's launcher is called once with markers, and what it passes on is the layout::
+
+    Triton 3.6:      x y z stream | function ... metadata, hooks | argument argument ...
+    3.7 to 3.9:      x y z stream | function metadata ... types  | (argument, argument, ...)
+                     this call's  | fixed for the kernel         | this call's
+
+A launcher that passes anything else has no layout, and its kernels go through Triton. torch has a
+launcher of its own (``torch._inductor.runtime.static_triton_launcher``). It is not used: it is private
+as well, knows neither cooperative nor dependent launches, and its C function takes the same time.
+
+Everything goes through Triton where that would not do: under the interpreter, in a version of Triton
+that has not been tried, on other than CUDA devices, in debug mode, and while launch hooks or
+instrumentation (profilers) are on. ``slow_launches`` tells the user.
 """
 
+import copy
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
+from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
-KNOWN_TRITON = "3.6."
-"""Versions whose launcher and specialisation this module follows."""
+KNOWN_TRITON = ((3, 6), (3, 9))
+"""The first and the last series of Triton that the tests have been run with."""
 _MOST_LAUNCHES = 4096
 """Launches that start() keeps."""
 _WIDTHS = (-(2**31), 2**31, 2**63, 2**64)
@@ -45,17 +61,87 @@ _always_triton = False
 """Whether every launch goes through Triton; for tests."""
 
 
-def supported() -> bool:
-    """Return True if this Triton and this torch have what a fast launch uses."""
-    has_current = _current_device is not None and _current_stream is not None
+def unsupported() -> str | None:
+    """Return what keeps this Triton or this torch from fast launches; None: nothing."""
+    if not _is_known(triton.__version__):
+        first, last = (".".join(map(str, series)) for series in KNOWN_TRITON)
+        return f"Triton {triton.__version__} is none of {first} to {last}"
+    if _current_device is None or _current_stream is None:
+        return f"torch {torch.__version__} has no function that returns the current stream"
     # In known versions a hook is a chain with a list of calls, empty where nobody listens.
-    has_chains = all(
-        isinstance(getattr(hook, "calls", None), list) for hook in (_enter_hook, _exit_hook)
+    for hook in (_enter_hook, _exit_hook):
+        if not isinstance(getattr(hook, "calls", None), list):
+            return f"the launch hooks of Triton {triton.__version__} are no chains"
+    if not _watchable():
+        return f"Triton {triton.__version__} has other settings"
+    if not _specialises_as_known():
+        return f"Triton {triton.__version__} specialises kernels on something else"
+    return None
+
+
+def _is_known(version: str) -> bool:
+    """Return whether a version of Triton is in a series that has been tried."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None:
+        return False
+    series = (int(numbers[1]), int(numbers[2]))
+    return KNOWN_TRITON[0] <= series <= KNOWN_TRITON[1]
+
+
+def _watchable() -> bool:
+    """Return whether Triton has the settings that ``_watched`` reads."""
+    runtime = all(hasattr(_runtime, name) for name in ("debug", "add_stages_inspection_hook"))
+    return runtime and hasattr(_compilation, "instrumentation_mode")
+
+
+class _Address:
+    """A tensor for Triton's specialisation: an address of bf16 values."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _specialises_as_known() -> bool:
+    """Return whether Triton's own function tells apart what a ``Launch``'s key does, and no more."""
+    specialise = getattr(jit, "native_specialize_impl", None)
+    backend = getattr(jit, "BaseBackend", None)
+    if specialise is None or backend is None:
+        return False
+    late_types = [
+        specialise(backend, number, False, False, True)
+        for number in (-(2**31) - 1, -(2**31), 0, 1, 16, 2**31 - 1, 2**31, 2**63 - 1, 2**63)
+    ]
+    widths = [None] * len(late_types)
+    if late_types != list(
+        zip(["i64", "i32", "i32", "i32", "i32", "i32", "i64", "i64", "u64"], widths, strict=True)
+    ):
+        return False
+    aligned = {specialise(backend, _Address(2**n), False, True, True) for n in range(4, 48)}
+    unaligned = {specialise(backend, _Address(8 * n), False, True, True) for n in (1, 3, 2**40 + 1)}
+    return len(aligned) == 1 and len(unaligned) == 1 and aligned != unaligned
+
+
+_SUPPORTED = unsupported() is None
+
+
+def slow_launches() -> str | None:
+    """Return a line for the user where fast launches are off and kernels run; None: they are on."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    reason = unsupported()
+    if reason is None and _layout_of_launcher() is None:
+        reason = f"the launcher of Triton {triton.__version__} has another form"
+    if reason is None:
+        return None
+    return (
+        f"fast kernel launches are off, since {reason}: each launch takes the host 22 to 39 us instead of "
+        "10 to 16, which slows small models down; install the torch and Triton of constraints.txt"
     )
-    return has_current and has_chains and triton.__version__.startswith(KNOWN_TRITON)
-
-
-_SUPPORTED = supported()
 
 
 def _watched() -> bool:
@@ -67,9 +153,71 @@ def _watched() -> bool:
         or _runtime.launch_enter_hook is not _enter_hook
         or _runtime.launch_exit_hook is not _exit_hook
         or _runtime.debug
+        or _runtime.add_stages_inspection_hook is not None
         or _compilation.instrumentation_mode
         or JITFunction.run is not _run
     )
+
+
+class _Layout(NamedTuple):
+    """What a launcher passes to its C function between this call's grid and stream and its arguments."""
+
+    options: tuple
+    packs: bool
+    """Whether the kernel's arguments are one tuple; else they follow one by one."""
+
+
+def _layout_of(launcher: Any, function: Any, metadata: Any) -> _Layout | None:
+    """Return what a launcher passes on, by calling a copy of it that passes it to us.
+
+    Args:
+        launcher: of a compiled kernel; it allocates no scratch memory.
+        function: the kernel's handle.
+        metadata: the kernel's ``packed_metadata``.
+
+    Returns: None where it is not grid, stream, something fixed, and the kernel's arguments.
+    """
+    passed: list[tuple] = []
+    observed = copy.copy(launcher)
+    observed.launch = lambda *arguments: passed.append(arguments)
+    call = [object() for _ in range(4)]  # x, y, z, stream
+    arguments = (object(), object())
+    no_hooks = (None, None, None)  # what the hooks are called with, enter hook, exit hook
+    try:
+        observed(*call, function, metadata, *no_hooks, *arguments)
+    except Exception:  # an unknown launcher may want anything of its arguments
+        return None
+    if len(passed) != 1 or list(passed[0][:4]) != call:
+        return None
+    rest = passed[0][4:]
+    if rest[-2:] == arguments:
+        layout = _Layout(rest[:-2], False)
+    elif rest and isinstance(rest[-1], tuple) and rest[-1] == arguments:
+        layout = _Layout(rest[:-1], True)
+    else:
+        return None
+    for option in layout.options:
+        if any(option is marker for marker in (*call, *arguments)):
+            return None
+    return layout
+
+
+def _layout_of_launcher() -> _Layout | None:
+    """Return the layout of Triton's launcher for CUDA, without a kernel: whether it has one."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    class Empty(CudaLauncher):
+        """Has no scratch memory, no instrumentation, and nothing that a launcher is made of."""
+
+        def __init__(self) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> int:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return 0
+
+    return _layout_of(Empty(), 0, (1, 1, 0))
 
 
 class Launch:
@@ -136,10 +284,13 @@ class Launch:
             self._through_triton(key, tensors, late)
             return
         # A hit: what Triton would pass to the launcher's C function, with this call's addresses.
-        launch, options, fixed, constants, _ = compiled
-        launch(
-            *self._grid, _current_stream(device), *options, *addresses, *fixed, *late, *constants
-        )
+        launch, packs, options, fixed, constants, _ = compiled
+        stream = _current_stream(device)
+        if packs:
+            arguments = (*addresses, *fixed, *late, *constants)
+            launch(*self._grid, stream, *options, arguments)
+        else:
+            launch(*self._grid, stream, *options, *addresses, *fixed, *late, *constants)
 
     def _through_triton(
         self, key: tuple, tensors: Sequence[torch.Tensor], late: tuple[int, ...]
@@ -153,28 +304,32 @@ class Launch:
             return
         from triton.backends.nvidia.driver import CudaLauncher
 
-        run = chosen.run
-        if not isinstance(run, CudaLauncher) or run.global_scratch_size or run.profile_scratch_size:
-            # Scratch memory is allocated by each launch, which only Triton's launcher does.
+        launcher = chosen.run
+        # Scratch memory is allocated by each launch, which only Triton's launcher does.
+        if (
+            not isinstance(launcher, CudaLauncher)
+            or launcher.global_scratch_size
+            or launcher.profile_scratch_size
+            or getattr(launcher, "gsan_enabled", False)
+        ):
             self._through_triton_only = True
             return
-        # The order of the launcher's C function in Triton 3.6, after grid and stream.
-        options = (
-            chosen.function,
-            run.launch_cooperative_grid,
-            run.launch_pdl,
-            None,  # global scratch memory
-            None,  # the profiler's scratch memory
-            chosen.packed_metadata,
-            None,  # the hooks' argument
-            None,  # enter hook
-            None,  # exit hook
-        )
+        layout = _layout_of(launcher, chosen.function, chosen.packed_metadata)
+        if layout is None:
+            self._through_triton_only = True
+            return
         fixed = tuple(
             arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed
         )
         # The C function expects constants and ignores them. ``chosen`` is kept so that it stays loaded.
-        self._compiled[key] = run.launch, options, fixed, constants, chosen
+        self._compiled[key] = (
+            launcher.launch,
+            layout.packs,
+            layout.options,
+            fixed,
+            constants,
+            chosen,
+        )
 
     def _check(self, kernel: JITFunction, tensors: int, late: tuple[int, ...]) -> tuple:
         """Return the constexpr arguments in order; raise TypeError as ``__call__`` says."""

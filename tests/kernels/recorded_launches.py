@@ -17,8 +17,9 @@ from taco_kernels.common import fast_launch
 
 FAST = (None, None, None)
 """Hooks of a launch that Triton had no part in."""
-KNOWN = triton.__version__.startswith(fast_launch.KNOWN_TRITON)
-"""Whether the launcher is the one that is followed; the order below of others is that from 3.7 on."""
+SERIES = tuple(int(part) for part in triton.__version__.split(".")[:2])
+PACKS = SERIES >= (3, 7)
+"""Whether the launcher's C function takes a kernel's arguments as one tuple, and memories after hooks."""
 
 
 class Record(NamedTuple):
@@ -45,12 +46,12 @@ class Recorder(CudaLauncher):
     launch_cooperative_grid = launch_pdl = False
     gsan_enabled = False
     arg_annotations = kernel_signature = None
-    """Of Triton from 3.7 on, whose C function takes what it calls in another order."""
+    """Attributes from Triton 3.7 on."""
 
     def __init__(self, records: list[Record]) -> None:
         def launch(*args) -> None:
             # In Triton 3.6: grid (0-2), stream, function, options (5-9), metadata and hooks (10-12), arguments.
-            if not KNOWN:
+            if PACKS:
                 args = (*args[:7], *args[11:13], *args[7:11], *args[-1])
             values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args[13:]]
             records.append(

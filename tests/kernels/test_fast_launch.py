@@ -1,6 +1,7 @@
 """A fast launch must choose the kernel that Triton would choose, and give it the same arguments."""
 
 import random
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,15 +11,16 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime.jit import JITFunction
 
 from taco_kernels.common import fast_launch
 from taco_kernels.common.fast_launch import Launch
-from tests.kernels.recorded_launches import FAST, KNOWN, Record, recorded_launches
+from tests.kernels.recorded_launches import FAST, Record, Recorder, recorded_launches
 
-pytestmark = pytest.mark.skipif(
-    not KNOWN,
-    reason=f"follows the launcher of Triton {fast_launch.KNOWN_TRITON}x (constraints.txt)",
+known = pytest.mark.skipif(
+    fast_launch.unsupported() is not None,
+    reason=f"no fast launches here: {fast_launch.unsupported()}",
 )
 
 
@@ -76,6 +78,7 @@ SIZES = [(1, 1, (3, 4)), (16, 1, (3, 4)), (17, 2**31, (1, 16)), (-16, 2**40 + 1,
 CONSTANTS = dict(T=16, num_warps=1)
 
 
+@known
 def test_tensors_and_sizes_have_kernels_of_their_own() -> None:
     """Compiled kernels: addresses that divide by 16 and that do not, dtypes, and SIZES."""
     base = {dtype: torch.zeros(256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
@@ -91,6 +94,7 @@ def test_tensors_and_sizes_have_kernels_of_their_own() -> None:
         compare(calls, records)
 
 
+@known
 def test_late_integers_have_kernels_by_their_width() -> None:
     """At both ends of int32, int64 and uint64; beyond is an error of the launcher."""
     tensors = torch.zeros(256), torch.zeros(256)
@@ -109,6 +113,7 @@ def small_launch() -> Launch:
     return Launch(small_kernel, (1,), (16, 1, (1, 1)), CONSTANTS)
 
 
+@known
 def test_the_stream_is_the_current_one() -> None:
     x = torch.zeros(16)
     prepared = small_launch()
@@ -119,6 +124,7 @@ def test_the_stream_is_the_current_one() -> None:
         assert [is_fast(record) for record in records] == [False, True, True]
 
 
+@known
 def test_each_device_has_a_kernel_of_its_own() -> None:
     """A kernel that was chosen on one device does not serve another."""
     x = torch.zeros(16)
@@ -151,6 +157,7 @@ def launches_fast():
         yield fast
 
 
+@known
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_hook_sees_every_launch(name: str, launches_fast) -> None:
     """While it is in Triton's chain."""
@@ -174,6 +181,11 @@ def noting_hook(*args, **kwargs) -> None:
     SEEN.append(args)
 
 
+def stages_hook(*_) -> tuple[str, str]:
+    """Return a key and a hash of stages that somebody adds to the compiler."""
+    return "key", "hash"
+
+
 def another_run(self, *args, run=JITFunction.run, **kwargs):
     """Replace JITFunction.run, as a profiler may."""
     return run(self, *args, **kwargs)
@@ -182,6 +194,7 @@ def another_run(self, *args, run=JITFunction.run, **kwargs):
 WATCHERS = {
     "a hook in place of Triton's chain": (knobs.runtime, "launch_enter_hook", noting_hook, 1),
     "no exit hook": (knobs.runtime, "launch_exit_hook", None, 0),
+    "a stage of the compiler's": (knobs.runtime, "add_stages_inspection_hook", stages_hook, 0),
     "debug mode": (knobs.runtime, "debug", True, 0),
     "instrumentation": (knobs.compilation, "instrumentation_mode", "some", 0),
     "a hook before the run": (small_kernel, "pre_run_hooks", [noting_hook], 1),
@@ -190,6 +203,7 @@ WATCHERS = {
 """Owner, attribute and value of what watches launches, and how often it notes one."""
 
 
+@known
 @pytest.mark.parametrize("watcher", WATCHERS)
 def test_what_watches_launches_gets_them(watcher: str, launches_fast, monkeypatch) -> None:
     owner, name, value, notes = WATCHERS[watcher]
@@ -201,23 +215,7 @@ def test_what_watches_launches_gets_them(watcher: str, launches_fast, monkeypatc
     assert launches_fast()
 
 
-def test_an_unknown_triton_is_not_supported(monkeypatch) -> None:
-    assert fast_launch.supported()
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
-    assert not fast_launch.supported()
-
-
-def test_an_unknown_triton_launches_by_itself(monkeypatch) -> None:
-    monkeypatch.setattr(fast_launch, "_SUPPORTED", False)
-    x = torch.zeros(16)
-    prepared = small_launch()
-    with recorded_launches(small_kernel) as (records, _):
-        for _ in range(3):
-            prepared((x, x), (3,))
-        assert len(records) == 3
-        assert not any(is_fast(record) for record in records)
-
-
+@known
 def test_an_integer_that_would_be_specialised_on_is_refused() -> None:
     x = torch.zeros(16)
     with recorded_launches(unmarked_kernel) as (records, _):
@@ -226,6 +224,7 @@ def test_an_integer_that_would_be_specialised_on_is_refused() -> None:
         assert not records
 
 
+@known
 def test_a_late_bool_is_refused() -> None:
     """Triton specialises on it."""
     x = torch.zeros(16)
@@ -235,6 +234,7 @@ def test_a_late_bool_is_refused() -> None:
         assert not records
 
 
+@known
 def test_missing_constants_are_named() -> None:
     x = torch.zeros(16)
     with recorded_launches(small_kernel) as (records, _):
@@ -243,6 +243,7 @@ def test_missing_constants_are_named() -> None:
         assert not records
 
 
+@known
 def test_start_keeps_launches() -> None:
     """They are kept by kernel, grid, fixed arguments and constants: the second call of each is fast."""
     x = torch.zeros(16)
@@ -256,3 +257,90 @@ def test_start_keeps_launches() -> None:
                 assert records[-1].arguments == (x.data_ptr(), *fixed, T)
         # Of four launches two differ in the grid alone, and have one kernel.
         assert len({record.function for record in records}) == 3
+
+
+@pytest.mark.parametrize("version", ["3.10.0", "3.5.1", "4.0.0+git1", "unknown"])
+def test_an_unknown_triton_launches_by_itself_and_says_so(version: str, monkeypatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert fast_launch.unsupported() == f"Triton {version} is none of 3.6 to 3.9"
+    assert fast_launch.slow_launches().startswith(
+        f"fast kernel launches are off, since Triton {version} is none of 3.6 to 3.9: each launch takes "
+    )
+    monkeypatch.setattr(fast_launch, "_SUPPORTED", False)
+    x = torch.zeros(16)
+    prepared = small_launch()
+    with recorded_launches(small_kernel) as (records, _):
+        for _ in range(3):
+            prepared((x, x), (3,))
+        assert len(records) == 3
+        assert not any(is_fast(record) for record in records)
+
+
+def by_32_bytes(specialise, backend, value, *options):
+    """Specialise on addresses that divide by 32."""
+    if hasattr(value, "data_ptr"):
+        return "*bf16", "D" if value.data_ptr() % 32 == 0 else ""
+    return specialise(backend, value, *options)
+
+
+def without_unsigned(specialise, backend, value, *options):
+    """Pass large integers as signed ones."""
+    type_, key = specialise(backend, value, *options)
+    return type_.replace("u64", "i64"), key
+
+
+@known
+@pytest.mark.parametrize("other", [by_32_bytes, without_unsigned])
+def test_another_specialisation_is_noticed(other, monkeypatch) -> None:
+    module = fast_launch.jit
+    other = partial(other, module.native_specialize_impl)
+    assert fast_launch.unsupported() is None
+    monkeypatch.setattr(module, "native_specialize_impl", other)
+    assert "specialises kernels on something else" in fast_launch.unsupported()
+
+
+class OtherLauncher(Recorder):
+    """A launcher that passes something else on; ``rest`` says what after grid and stream."""
+
+    calls = 0
+
+    def __call__(self, x, y, z, stream, function, metadata, called_with, enter, leave, *args):
+        if enter is not None:
+            OtherLauncher.calls += 1
+            return
+        self.launch(x, y, z, stream, *self.rest(function, args))
+
+
+OTHERS = {
+    "arguments reversed": lambda self, function, args: (function, *reversed(args)),
+    "an address computed": lambda self, function, args: (function, args[0].data_ptr(), args),
+    "an argument more": lambda self, function, args: (function, (*args, 0)),
+    "an argument twice": lambda self, function, args: (function, args[0], args),
+    "arguments left out": lambda self, function, args: (function, args[1:]),
+}
+
+
+@known
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_launcher_of_another_form_launches_by_itself(other: str, monkeypatch) -> None:
+    monkeypatch.setattr(OtherLauncher, "rest", OTHERS[other], raising=False)
+    monkeypatch.setattr(OtherLauncher, "calls", 0)
+    x = torch.zeros(16)
+    prepared = small_launch()
+    with recorded_launches(small_kernel) as (records, device):
+        device.launcher_cls = lambda src, metadata: OtherLauncher(records)
+        for _ in range(3):
+            prepared((x, x), (3,))
+        assert OtherLauncher.calls == 3
+        monkeypatch.setattr(nvidia_driver, "CudaLauncher", OtherLauncher)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert "has another form: each launch takes the host" in fast_launch.slow_launches()
+
+
+@known
+def test_nothing_is_said_where_launches_are_fast(monkeypatch) -> None:
+    assert fast_launch.slow_launches() is None  # no GPU: no kernel runs
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with recorded_launches():
+        assert fast_launch.slow_launches() is None

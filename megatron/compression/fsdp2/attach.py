@@ -27,6 +27,7 @@ from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.parameter_group import ParameterGroup, Slots, parameter_groups
 from megatron.compression.fsdp2.weights import WeightGather
 from megatron.compression.names import PYTHON_NAMES, Names
+from taco_kernels.common.fast_launch import slow_launches
 
 NAMES = Names(
     {
@@ -83,7 +84,11 @@ def attach(
     transports = Transports(communicators=from_environment(COMMUNICATORS) or 0)
     node_size = from_environment(NODE_SIZE)
     policy = Policy(config.rules(start_iteration), ledger)
-    check_contract(policy.rule(traffic).codec for traffic in ("dp.weight", "dp.gradient"))
+    codecs = [policy.rule(traffic).codec for traffic in ("dp.weight", "dp.gradient")]
+    check_contract(codecs)
+    slow = slow_launches()
+    if slow and any(codec is not None for codec in codecs):
+        log(f"compression: FSDP2: {slow}")
 
     def topology_of(group: dist.ProcessGroup) -> Topology:
         topology = find_topology(group, node_size, transports, callers=group)
