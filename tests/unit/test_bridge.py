@@ -132,3 +132,12 @@ def test_another_container_is_refused_when_training_starts() -> None:
     callback = bridge.attach(container(), tp="int8")
     with pytest.raises(CompressionConfigError, match="give both one object"):
         callback.on_train_start(SimpleNamespace(state=None))
+
+
+def test_the_log_names_arguments_and_fields() -> None:
+    """What has no effect is said in the words of a script of Megatron-Bridge."""
+    cfg = container(model__tensor_model_parallel_size=1)
+    config, settings, names = bridge.check(cfg, bridge.attach(cfg, tp="int8").config)
+    (line,) = [line for line in config.describe(settings, names) if "no effect" in line]
+    assert line.startswith("tp has no effect here: cfg.model.tensor_model_parallel_size is 1")
+    assert line.endswith("or drop tp") and "--" not in line

@@ -66,6 +66,16 @@ def test_help_shows_megatrons_flags_and_ours(parser, capsys):
         assert flag in text
 
 
+def test_help_shows_one_value_or_two(parser, capsys):
+    """Where a flag takes at most two; argparse would say that any number can follow."""
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = capsys.readouterr().out
+    for flag in ("--tp-compression SPEC [BACKWARD]", "--dp-compression SPEC [WEIGHTS]"):
+        assert flag in text
+    assert "[BACKWARD ...]" not in text and "[WEIGHTS ...]" not in text
+
+
 @pytest.mark.parametrize(
     "flags", ["--taco", "--tp-compression none int8", "--compression auto", ""]
 )

@@ -1,12 +1,14 @@
 """What users type for a setting, and refusals in their words."""
 
+import dataclasses
 import pickle
 
 import pytest
 
+from megatron import compression
 from megatron.compression import CompressionConfigError
 from megatron.compression.errors import SettingError, argument, refused_for, setting, spelled
-from megatron.compression.names import FLAG_NAMES, FLAGS, PYTHON_NAMES, Names
+from megatron.compression.names import FLAG_NAMES, FLAGS, PARALLELISMS, PYTHON_NAMES, Names
 
 BRIDGE_NAMES = Names(
     {"tensor_parallel.overlap": "overlap", "tensor_parallel.min_mb": "min_mb"},
@@ -96,3 +98,24 @@ def test_every_setting_has_a_name_in_each_front_end() -> None:
         for path in paths:
             assert FLAG_NAMES.of(path).startswith("--")
             assert PYTHON_NAMES.of(path) != path
+
+
+def test_settings_of_every_parallelism_are_exported_and_have_help() -> None:
+    """A user writes ``from megatron.compression import TensorParallelConfig``, and reads a flag's help."""
+    for kind in PARALLELISMS.values():
+        config = getattr(compression, kind.config)
+        assert config.parallelism is kind and kind.config in compression.__all__
+        for field in dataclasses.fields(config):
+            is_flag = any(f"{kind.name}.{field.name}" in paths for paths in FLAGS.values())
+            assert not is_flag or len(field.metadata["help"]) > 20, field.name
+    assert compression.CaatNetConfig().enabled is False
+
+
+def test_scripts_reports_and_flags_share_one_table() -> None:
+    """What the ledger counts under a prefix is what the flag of that kind compresses."""
+    from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC
+
+    assert list(DIMENSIONS.values()) == [kind.traffic for kind in PARALLELISMS.values()]
+    for kind in PARALLELISMS.values():
+        assert FLAGS[kind.flag][0] == f"{kind.name}.compression"
+        assert any(traffic.startswith(kind.traffic) for traffic in TRAFFIC)
