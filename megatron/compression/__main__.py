@@ -34,8 +34,10 @@ def main() -> None:
     from megatron.compression.frontends.megatron_lm.enable import add_arguments, enable
     from megatron.compression.patches import loop
 
+    # The script sees its own command line.
     sys.argv = sys.argv[1:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))  # as python does for a script
+    # The script parses and calls pretrain itself; both are reached by name.
     loop.with_extra_arguments(add_arguments)
     loop.before_pretrain(lambda container: enable(get_args(), container.model))
     with one_line_errors():

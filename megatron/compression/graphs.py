@@ -110,7 +110,8 @@ def refuse_later_decisions(args: Namespace, config: Any) -> None:
         )
     if not _layers_compress(args, config):
         return
-    # The policy's iteration when layers are captured: Transformer Engine captures before an iteration.
+    # The policy's iteration when layers are captured: Transformer Engine captures before an
+    # iteration.
     captured_at = 1
     if args.cuda_graph_impl == "transformer_engine":
         captured_at = max(args.cuda_graph_warmup_steps, 1)
@@ -177,9 +178,12 @@ def follow(session: "Session") -> "WholeIterations | None":
     """
     args = session.host.arguments
     if args.cuda_graph_impl != "none":
+        # A replay measures nothing, so the first pass, which runs without a graph, is measured as
+        # well.
         session.run.policy.meter.also_first = True
     if not whole_iterations(args):
         return None
+    # FullCudaGraphWrapper keeps its graphs, results and pool in attributes of the class.
     for run in running.open_runs():
         if run is not session.run and getattr(run.session, "whole_iterations", None) is not None:
             raise SettingError(
@@ -220,12 +224,18 @@ class WholeIterations:
         policy = self._run.policy
         passes = wrapper.curr_iteration
         warm_up = wrapper.cuda_graph_warmup_steps
-        # One pass at least runs without a graph: what is sent for the first time sets up its kernels.
+        # One pass at least runs without a graph: what is sent for the first time sets up its
+        # kernels.
         first = min(0, warm_up - 1)
         if stage not in self._known:
             passes[stage] += first
+        # What a graph was captured for: more micro-batches (batch-size ramp-up), or gradients that
+        # are reduced in
+        # full to be saved, are another sequence of operations.
         size = arguments["num_microbatches"], arguments.get("force_all_reduce")
         now = {stage: size, "decisions": policy.circumstances()}
+        # A stage that is met for the first time is no change; the policy's circumstances are of all
+        # stages.
         changed = any(self._known.get(name, value) != value for name, value in now.items())
         self._known |= now
         if changed:
@@ -241,7 +251,8 @@ class WholeIterations:
             and policy.meter.bound
             and policy.meter.ends_interval(policy.iteration())
         ):
-            # This pass measures, so it neither captures nor replays; its memory is that of the graphs.
+            # This pass measures, so it neither captures nor replays; its memory is that of the
+            # graphs.
             done = {name: min(number, warm_up) for name, number in passes.items()}
             reset(wrapper)
             passes.update(done)
@@ -257,7 +268,7 @@ def reset(wrapper: Any) -> None:
     """
     from megatron.core import full_cuda_graph  # settings are read without megatron-core, too
 
-    torch.cuda.synchronize()  # the last replay
+    torch.cuda.synchronize()  # a graph must not be freed while its last replay runs
     wrapper.reset_cuda_graph()
     # torch does not capture into a pool that no graph has and in which a tensor still lies.
     full_cuda_graph._shared_graph_pool = None

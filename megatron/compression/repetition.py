@@ -39,20 +39,24 @@ class Repetition:
 
     def begin(self) -> None:
         """Note that a step's first pass begins."""
+        # A pause: lossless codecs have overflowed lately, and would again.
         if self._left:
             self._left -= 1
             self._run.overflow.state = State.OFF
             return
+        # What the pass measures is forgotten if the pass is repeated.
         self._forget = self._run.policy.meter.snapshot()
         self._run.overflow.begin()
 
     def end(self) -> bool:
         """Return whether to repeat the pass that has ended. Collective over all ranks of the job."""
         overflow = self._run.overflow
+        # The repeated pass, or one of a pause, has ended.
         if overflow.state is State.OFF:
             overflow.state = State.ASKED
             return False
         if not overflow.end():
+            # It fitted: the next overflow is taken for a single one.
             self._pause = LEAST_PAUSE
             return False
         self._forget()
@@ -88,6 +92,7 @@ def follow(session: "Session") -> Repetition | None:
     if not any(getattr(codec, "lossless", False) for codec in codecs):
         return None
     if arguments.cuda_graph_impl != "none":
+        # For the whole run: graphs are captured once.
         run.overflow.state = State.OFF
         log(
             "compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed"
@@ -132,6 +137,7 @@ def why_not(args: Namespace, config: CompressionConfig, run: Run) -> str | None:
     gradients = run.policy.rule("dp.gradient").codec
     if gradients is not None and not isinstance(gradients, CodecGradients):
         return f"--dp-compression {gradients.name} may remember gradients"
+    # Counters and states that a second pass would change a second time.
     for name, reason in {
         "num_experts": "counts the tokens of experts",
         "mtp_num_layers": "adds up losses for the log",

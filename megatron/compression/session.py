@@ -110,6 +110,9 @@ class Session:
         self.host = Host() if host is None else host
         self.steps = 0
         """Calls of ``step`` so far."""
+        # Policy, ledger and transports are made together: the policy decides by the ledger's phase,
+        # and the run gives
+        # all three one state of lossless payloads.
         ledger = Ledger()
         meter = ErrorMeter(config.error_bound)
         iteration = self._count_steps if self.host.iteration is None else self.host.iteration
@@ -118,6 +121,9 @@ class Session:
         transports = Transports(config.transport, config.communicators)
         self.run = Run(policy, ledger, transports)
         """What communication sites share: policy, ledger, transports, the state of lossless payloads."""
+        # The order matters: CAAT-Net changes layers that tensor parallelism has given their sites,
+        # and data
+        # parallelism comes last, when all parameters are those that are reduced.
         tensor_parallel = TensorParallel(config.tensor_parallel, self.run, self.host.log)
         tensor_parallel.broadcasts_batch = self.host.broadcasts_batch
         self.gradients = DataParallel(config.data_parallel, self.run, self.host.log)
@@ -133,6 +139,8 @@ class Session:
             "data_parallel": self.gradients,
         }
         """By the name of their settings in ``CompressionConfig``, in the order in which they are attached."""
+        # Parts that a loop may not have. They are made when the session opens or the model is
+        # attached.
         self.report_settings: dict[str, Any] = {}
         """What the report stores of all settings."""
         self.reporter: Reporter | None = None
@@ -167,8 +175,10 @@ class Session:
         self.run.open()
         arguments = self.host.arguments
         if arguments is not None:
+            # The loop finds the session by the run of the model that it works with.
             self.run.session = self
-            # Megatron's loop keeps its arguments, not its session: the run lives as long as they do.
+            # Megatron's loop keeps its arguments, not its session: the run lives as long as they
+            # do.
             running.mark(arguments, self.run)
             self.whole_iterations = graphs.follow(self)
         if self.host.log_interval:
@@ -183,6 +193,8 @@ class Session:
         if config.report or config.error_bound is not None:
             meter.interval = host.log_interval
         self.report_settings = {"compression": config.asdict(), "megatron": host.settings()}
+        # The log line names the setting that leaves small messages uncompressed, as the user types
+        # it.
         min_mb = config.tensor_parallel.min_bytes / 2**20
         name = host.names.of("tensor_parallel.min_mb")
         separator = " " if name.startswith("--") else "="
@@ -208,6 +220,7 @@ class Session:
         """
         self._is_closed = True
         self.gradients.close()
+        # Without rules the policy decides for no codec. Sites stay in the model and go on counting.
         self.run.policy.rules = {}
         self.run.session = None
         if self.audit is not None:
@@ -225,6 +238,7 @@ class Session:
         self.config = config
         self.report_settings["compression"] = config.asdict()
         policy = self.run.policy
+        # Sites hold the policy, so its rules are replaced rather than the policy.
         policy.rules = config.rules(self._train_iters())
         policy.meter.bound = config.error_bound
         for name, dimension in self.dimensions.items():
@@ -262,6 +276,7 @@ class Session:
             CompressionConfigError: a part of a spec by site that meets no site on any rank.
         """
         codecs = [codec for rule in self.run.policy.rules.values() for codec in rule.codecs]
+        # A codec of the user's own is tried once here, so that a mistake is one line at the start.
         check_contract(codecs)
         if codecs:
             for line in (fp8_in_software(codecs), slow_launches()):
@@ -272,6 +287,7 @@ class Session:
             dimension.attach_wrapped(chunks)
         self._wrapped = True
         if self.audit is not None:
+            # Not before: what sets the run up (broadcasts of weights, topologies) is in no ledger.
             self.audit.start_with_first_forward(chunks)
         if self.host.arguments is not None:
             # By now --compression auto has decided, too.
@@ -292,6 +308,7 @@ class Session:
         """
         if self.steps or self._is_closed or not torch.is_grad_enabled():
             return
+        # Before the first step, and in training alone: an evaluation reduces no gradients.
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         if self.config.data_parallel.enabled and replicas > 1 and not self._wrapped:
             raise CompressionConfigError(
@@ -318,6 +335,7 @@ class Session:
         """Return what this rank has sent in training so far, and would have sent uncompressed: a line for each
         class of traffic, and one for all."""
         rows = {}
+        # Classes without traffic are left out.
         for traffic, by_reason in self.ledger.totals().items():
             total = _sum(by_reason.values())
             if any(total):
@@ -370,6 +388,8 @@ class Session:
         meter = self.run.policy.meter
         if meter.bound is None or iteration % self.host.log_interval:
             return
+        # Ranks of one stage hold the same sites and add up their errors; stages hold different ones
+        # and tell each other.
         sharing = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         new = meter.decide(sharing, parallel_state.get_pipeline_model_parallel_group())
         for (site, traffic), error in sorted(new.items()):
@@ -381,7 +401,8 @@ class Session:
 
     def evaluation_begins(self) -> None:
         """Count the traffic of an evaluation of ``split`` separately from here on."""
-        self.host.training_begins()  # a run that only evaluates
+        # A run that only evaluates has no other beginning.
+        self.host.training_begins()
         if self.reporter is not None:
             self.reporter.before_evaluate(self.split)
 
@@ -412,6 +433,7 @@ class Session:
     def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
         """Put the config, ``state`` and the dimensions' own into a checkpoint of Megatron's."""
         if not is_loading:
+            # What is loaded is looked up in the file itself, so nothing is put there for loading.
             state_dict[STATE] = {"config": self.config.asdict(), **self.state()}
         for dimension in self.dimensions.values():
             dimension.add_state(state_dict, is_loading)
@@ -428,6 +450,7 @@ class Session:
         if state_dict is None:
             return
         if STATE in state_dict and self.host.continues() and not self._is_resumed:
+            # The second read is of the same checkpoint.
             self._is_resumed = True
             self.resume(state_dict)
         for dimension in self.dimensions.values():
@@ -461,6 +484,7 @@ def groups_by_dimension(has_experts: bool) -> dict[str, list[dist.ProcessGroup]]
         "pipeline parallel": [parallel_state.get_pipeline_model_parallel_group()],
         "context parallel": [parallel_state.get_context_parallel_group()],
     }
+    # Experts have process groups of their own, whose ranks are some of the others'.
     if has_experts:
         groups["expert parallel"] += [parallel_state.get_expert_tensor_and_model_parallel_group()]
         groups["tensor parallel"] += [parallel_state.get_expert_tensor_parallel_group()]

@@ -128,9 +128,11 @@ def install_devices() -> None:
     """
     if "--use-megatron-fsdp" in sys.argv:
         raise InputError("--use-megatron-fsdp does not run without GPUs; use --use-torch-fsdp2")
-    # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues here.
+    # TP and context parallelism insist on 1 below compute capability 10, FSDP2 on more; no queues
+    # here.
     connections = "8" if "--use-torch-fsdp2" in sys.argv else "1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    # One a rank of this node, as on a machine with a GPU for each.
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     _put_functions(
         {
@@ -216,6 +218,7 @@ def _on_cpu(factory):
     """Wrap a tensor factory: device "cuda" means the CPU, pinned memory means ordinary memory."""
 
     def wrapper(*args, **kwargs):
+        # Most calls name no device: this runs in every one of them.
         if kwargs:
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = CPU
@@ -252,10 +255,12 @@ def _install_tensors() -> None:
                 _ATEN.impl(
                     name, functools.partial(_in_fp32, getattr(torch.ops.aten, name).out), "CPU"
                 )
+    # Before they are replaced.
     _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
     for name in FACTORIES:
         replace(torch, name, (), _on_cpu, lasting=True)
     tensor = torch.Tensor
+    # Methods that make a tensor like another one, on a device that may be named.
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
         replace(tensor, name, (), _on_cpu, lasting=True)
     around(tensor, "to", (), _to_cpu, lasting=True)
@@ -301,6 +306,7 @@ def _fork(self, name: str = "model-parallel-rng"):
         raise KeyError(f"rng state {name!r} was never added to the tracker")
     outer_name = self._current_state_name
     outer_state = _get_state()
+    # A fork within a fork: what the outer one has drawn so far is kept under its name.
     if outer_name != "default-rng":
         self.states_[outer_name] = outer_state
     _set_state(self.states_[name])
@@ -352,6 +358,7 @@ def _share_gloo_device() -> None:
         requested = {name for name, value in options.items() if value is not False}
         if arguments or requested != {"timeout"} or "GLOO_SOCKET_IFNAME" in os.environ:
             return make(self, store, rank, size, *arguments, **options)
+        # The device holds the thread and the sockets; groups share it.
         gloo_options = ProcessGroupGloo._Options()
         gloo_options._timeout = options["timeout"]
         gloo_options._devices = [_device(os.getpid())]

@@ -49,10 +49,12 @@ def _as_numpy_from_here(move, tensor, as_numpy=False, record_stream=False):
 @functools.cache
 def install_core() -> None:
     """Replace megatron-core's symbols."""
+    # Its modules decorate functions with torch.compile at import.
     _load("megatron.core.transformer")
     from megatron.core.tensor_parallel import random as tracker
 
     cuda.install_tracker(tracker)
+    # Below the load: an import of it before would compile.
     from megatron.core.transformer.moe import token_dispatcher
 
     around(
@@ -64,6 +66,7 @@ def install_core() -> None:
     )
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
 
+    # from_group is all that it calls.
     on_cpu = SimpleNamespace(from_group=lambda group, _: DeviceMesh.from_group(group, "cpu"))
     put(fsdp2, "DeviceMesh", on_cpu, "--use-torch-fsdp2 makes its mesh of CUDA devices")
 
@@ -99,9 +102,11 @@ def _uncompiled(function=None, **options):
 @functools.cache
 def install() -> None:
     """Replace Megatron's own symbols; loads megatron.training on the way."""
+    # Everything of megatron.core comes with it.
     training = _load("megatron.training.training")
     around(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda, lasting=True)
-    # It warms up functions that are not compiled here, and draws random numbers, how many depends on the
+    # It warms up functions that are not compiled here, and draws random numbers, how many depends
+    # on the
     # tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
     put(training, "set_jit_fusion_options", lambda tp_size=None: None, "nothing is compiled")
     around(training, "build_pretraining_data_loader", (), _with_own_generator, lasting=True)
@@ -130,6 +135,7 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
     lines = []
     for name, (value, flag, reason) in _OVERRIDES.items():
         if getattr(args, name) != value:
+            # As if the flag had been given.
             setattr(args, name, value)
             lines.append(f"running without CUDA: {flag} ({reason})")
     if args.attention_backend.name in ("fused", "flash"):
@@ -138,6 +144,7 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
         )
         args.attention_backend = type(args.attention_backend).auto
     if args.cuda_graph_impl != "none":
+        # Validation has derived settings from the flag, which are taken back.
         from megatron.core.transformer.enums import InferenceCudaGraphScope
 
         args.cuda_graph_impl = "none"

@@ -15,6 +15,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.compression import megatron_checks  # noqa: F401  (it explains errors)
 from megatron.compression.errors import InputError, explain
 from megatron.compression.frontends import megatron_lm
 from megatron.compression.frontends.megatron_lm import checkpoints, checks, implementation

@@ -60,6 +60,7 @@ class Automatic:
         if self.plan is not None:
             return self.session.attach_dimensions(chunks)
         plan = self._decide(chunks)
+        # The policy's rules are replaced before any site asks.
         self.session.adopt(decided_config(self.config, plan, self.args))
         chunks = self.session.attach_dimensions(chunks)
         self._begin(plan)
@@ -95,6 +96,7 @@ class Automatic:
                     self._watching.append(module.register_forward_pre_hook(self._look))
 
     def _look(self, *_: object) -> None:
+        # query: whether all that was launched has been done. It does not wait.
         self._idle.append(torch.cuda.current_stream().query())
 
     def _recommend_graphs(self) -> None:
@@ -114,10 +116,12 @@ class Automatic:
     def _decide(self, chunks: list[torch.nn.Module]) -> RunPlan:
         """Return the plan of an earlier part of this run, or a measured one; rank 0's for all."""
         stored = [self._stored_plan() if dist.get_rank() == 0 else None]
+        # Rank 0 alone may see the folder, and all ranks need one plan.
         dist.broadcast_object_list(stored, src=0)
         if stored[0] is not None:
             return stored[0]
         measurement = Measurement.of_run(self.args, self.session, self.flops(), chunks)
+        # Collective: all ranks send the messages that are timed.
         measured = [measurement.decide(self._budget)]
         for line in measurement.lines:
             self._tell(line)
@@ -153,6 +157,7 @@ class Automatic:
         policy = self.session.run.policy
         first = self.session.config.start_iteration or 0
         self._check = Check(unchecked, first, policy.iteration, self._checked, capturing)
+        # From here on the check says which dimension an iteration leaves out.
         policy.left_out = self._check.left_out
         if unchecked:
             # What the error meter encodes would be timed.
@@ -178,6 +183,7 @@ class Automatic:
             gains: by dimension, the part of an iteration that its compression saves.
         """
         assert self.plan is not None and self._check is not None
+        # Measuring goes on where it was interrupted.
         self.session.run.policy.meter.interval = self._meter_interval
         useless = {}
         for name, gain in gains.items():
@@ -195,6 +201,7 @@ class Automatic:
         """Store a plan for the run, for a resume and for the report."""
         self.plan = plan
         if dist.get_rank() == 0:
+            # Beside the checkpoints: a resume does not measure anew.
             plans.write(self.args.save, plan, self._made_for, self._tell)
         self.session.report_settings["auto"] = {**asdict(plan), "table": plan.table()}
 

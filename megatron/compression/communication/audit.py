@@ -77,9 +77,11 @@ class BackendAudit:
         """Start when one of these modules is first called in training mode."""
         handles: list = []
 
+        # Chunks run one after the other; the first of them starts, and all hooks go.
         def on_forward(module: torch.nn.Module, args: tuple) -> None:
             if module.training and not self._is_finished:
                 self.start()
+                # A hook may remove itself, and those of the other chunks, while it runs.
                 while handles:
                     handles.pop().remove()
 
@@ -90,6 +92,7 @@ class BackendAudit:
         if self._is_counting:
             return
         self._is_counting = True
+        # What was sent before is known, too, and is subtracted.
         self._before = self._in_ledgers()
         for name, (operation, index) in _METHODS.items():
             if name in vars(dist.ProcessGroup):  # another version of torch may lack it
@@ -102,6 +105,7 @@ class BackendAudit:
             return
         self._is_counting = False
         for name in _METHODS:
+            # Other sessions may still count.
             symbols.retract(dist.ProcessGroup, name, self._count)
         self._known = self._in_ledgers() - self._before
 
@@ -129,13 +133,17 @@ class BackendAudit:
         groups = self.groups()
         order = list(groups)
         joined = _joined(groups)
-        # A row a dimension on every rank, whatever is joined there. Of unequal all-to-alls only the sums over
+        # A row a dimension on every rank, whatever is joined there. Of unequal all-to-alls only the
+        # sums over
         # ranks agree.
         sums = torch.zeros(len(order), len(_KEYS), dtype=torch.float64)
         for names, members in joined:
             sums[order.index(names[0])] = self._missing(members, names)
+        # NCCL reduces tensors on devices alone.
         if torch.cuda.is_available() and dist.get_backend(ranks) != "gloo":
             sums = sums.cuda()
+        # What one rank sends too much another may have sent too little of: unequal all-to-alls are
+        # compared in sum.
         dist.all_reduce(sums, group=ranks)
         totals = dict(zip(order, sums.clamp_min(0).sum(1).tolist(), strict=True))
         lines = []
@@ -156,6 +164,7 @@ class BackendAudit:
         given: Counter[tuple[str, bool]] = Counter()
         for (group, operation, is_payload), sent in self.given.items():
             ranks = set(dist.get_process_group_ranks(group))
+            # A group belongs to the dimensions whose ranks hold all of its ranks.
             if len(ranks) > 1 and ranks <= members:
                 given[operation, is_payload] += sent
         known: Counter[tuple[str, bool]] = Counter()
@@ -172,6 +181,7 @@ class BackendAudit:
 
     def _in_ledgers(self) -> Counter[tuple[str, str, bool]]:
         """Return bytes sent so far by (traffic, operation, whether they are a codec's payload)."""
+        # Groups carry what all runs of the process send.
         ledgers = [self.ledger]
         for run in running.open_runs():
             if run.ledger is not self.ledger:
@@ -189,6 +199,7 @@ class BackendAudit:
         self, group: dist.ProcessGroup, operation: str, payload: bool, sent: int, times: int = 1
     ) -> None:
         """Count one call; in a CUDA graph at each replay while the audit runs."""
+        # A capture sends nothing.
         captured = self.ledger.captures.captured
         if captured is not None:
             captured[self._count, (group, operation, payload, sent)] += times
@@ -219,6 +230,7 @@ def _sends(operation: str, group: dist.ProcessGroup, args: tuple) -> bool:
     """Return whether this rank sends: of a broadcast the root alone."""
     if operation != "broadcast":
         return True
+    # torch gives the root within the group, in the options.
     root = getattr(args[1], "rootRank", 0) if len(args) > 1 else 0
     return root == group.rank()
 
@@ -231,6 +243,7 @@ def _joined(groups: Mapping[str, Groups]) -> list[tuple[list[str], set[int]]]:
         for group in dimension_groups:
             members.update(dist.get_process_group_ranks(group))
         names = [name]
+        # Two ranks in common can exchange under either name.
         for entry in [entry for entry in result if len(entry[1] & members) > 1]:
             result.remove(entry)
             names = entry[0] + names

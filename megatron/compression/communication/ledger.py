@@ -98,6 +98,7 @@ class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
 
     def release(self) -> None:
         """Free all graphs before process groups are destroyed: NCCL waits for those that hold its kernels."""
+        # reset frees a graph, and with it the NCCL kernels that it holds.
         for graph in list(self.contents):
             graph.reset()
         self.contents.clear()
@@ -168,12 +169,14 @@ class Ledger:
         Raises:
             KeyError: a traffic class, reason or link that nobody knows.
         """
+        # In the place of a call, which would be one more Python frame in each message.
         captured = self.captures.captured
         if captured is not None:
             arguments = traffic, reason, operation, sent, uncompressed, link
             captured[self.record, arguments] += times
             return
         key = ("eval" if self.evaluating else "train", traffic, reason, operation, link)
+        # Names are checked once, when a key is new.
         tally = self.tallies.get(key)
         if tally is None:
             if traffic not in TRAFFIC or reason not in KINDS or link not in LINKS:

@@ -119,6 +119,7 @@ def attach(
             f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge calls nobody "
             "when it loads a checkpoint; use a codec such as sdp4bit, or pretrain_gpt.py"
         )
+    # Before the model is built, which makes the buffers.
     _disable_user_buffers(cfg, config)
     gaps.use_shipped_helpers()
     gaps.make_torch_optimizers_resumable()
@@ -137,6 +138,7 @@ def _disable_user_buffers(cfg: Any, config: CompressionConfig) -> None:
     """Switch off what sends past this project, before it is made; each change is printed once."""
     model = getattr(cfg.model, "transformer", cfg.model)
     lines: dict[str, None] = {}
+    # ``pretrain`` sets the model's from the other.
     for part in (model, cfg.comm_overlap):
         if getattr(part, "tp_comm_overlap", False):
             lines.update(dict.fromkeys(config.disable_user_buffers(part)))
@@ -162,11 +164,13 @@ def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
             for name, value in vars(transformer).items():
                 values[name] = values.get(name) or value
         for name, value in values.items():
+            # Several parts have use_distributed_optimizer, for example; one that is set counts.
             if name not in settings or (value and not settings[name]):
                 settings[name] = value
                 fields[name] = f"cfg.{part}.{name}"
     for name, field in _RENAMED.items():
         settings[name] = settings[field]
+        # Messages name the field that the container has.
         fields[name] = fields[field]
     if not settings.get("expert_tensor_parallel_size"):
         settings["expert_tensor_parallel_size"] = settings["tensor_model_parallel_size"]
@@ -251,6 +255,7 @@ class BridgeCompression:
         self._iteration_began = 0.0
         model = cfg.model
         if hasattr(model, "pre_wrap_hooks"):  # a ModelConfig
+            # A ModelConfig has lists, a provider has methods.
             model.pre_wrap_hooks.append(self._attach_model)
             model.post_wrap_hooks.append(self._attach_wrapped)
         else:
@@ -293,6 +298,7 @@ class BridgeCompression:
         file = Path(folder) / f"iter_{iteration:07d}" / STATE_FILE
         if dist.get_rank() == 0 and file.exists():
             saved = [self._read_state(file)]
+        # One rank reads, since folders may be local to a node.
         dist.broadcast_object_list(saved)
         if saved[0] is not None:
             session.resume({STATE: saved[0]})
@@ -318,6 +324,7 @@ class BridgeCompression:
 
     def on_train_step_end(self, context: Any) -> None:
         """Count the iteration; at the log interval write what was sent to the log and the trackers."""
+        # As Megatron counts them: without evaluation and saving.
         self._host.training_seconds += time.perf_counter() - self._iteration_began
         losses = {} if context.skipped_iter else context.loss_dict or {}
         self._session.iteration_ends(self._host.current_iteration() + 1, losses)

@@ -78,9 +78,11 @@ def attach(
         try:
             session.attach_model(chunks)
         except BaseException:
+            # Nothing of a refused model stays: the loop may go on without compression.
             session.close()
             raise
     for chunk in chunks:
+        # The hook also keeps the session as long as the chunk lives.
         chunk.register_forward_pre_hook(session.refuse_missing_calls)
     return session
 

@@ -28,6 +28,7 @@ def on_gradient_sync(record: Callable[[Any, str, Any, str, int, int], None]) -> 
 
 def _counting_gradients(start_grad_sync: Callable, calls: list[Callable]) -> Callable:
     def wrapper(self, force_all_reduce=False):
+        # As megatron-core has it: in the first batch a bucket may have been dispatched by hand.
         already_dispatched = self.is_first_batch and self.grad_reduce_handle is not None
         result = start_grad_sync(self, force_all_reduce)
         run = running.run_of(self)
@@ -49,6 +50,8 @@ def _record_gradient_sync(
             ranks = bucket_group.data_parallel_group.size()
             record("dp.gradient", bucket_group, "all_reduce", nbytes, ranks)
             continue
+        # The distributed optimizer reduces within an instance, and sums the shards over the
+        # instances.
         shards = bucket_group.intra_distributed_optimizer_instance_size
         operation = "all_reduce" if force_all_reduce else "reduce_scatter"
         record("dp.gradient", bucket_group, operation, nbytes, shards)
@@ -71,6 +74,7 @@ def on_parameter_sync(record: Callable[[Any, str, Any, str, int, int], None]) ->
 
 def _counting_weights(start_param_sync: Callable, calls: list[Callable]) -> Callable:
     def wrapper(self, force_sync=False):
+        # A gather that is under way is waited for: nothing is sent.
         only_waits = force_sync and self.param_gather_handle is not None
         result = start_param_sync(self, force_sync)
         run = running.run_of(self)
@@ -123,6 +127,7 @@ def _replicated_gradient_bytes(model: list, config) -> int:
     total = 0
     for chunk in model:
         for name, parameter in chunk.named_parameters():
+            # megatron-core's own three conditions, in its order.
             summed = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
             summed |= config.qk_layernorm and any(part in name for part in QUERY_KEY_NORMS)
             summed |= getattr(parameter, "average_gradients_across_tp_domain", False)
@@ -153,9 +158,11 @@ def _after_tied_embedding_gradient_sync(result: Any, arguments: dict) -> None:
     run = running.run_of_model(model)
     if run is None or ranks is None or ranks.size() == 1:  # no group: a stage in the middle
         return
+    # The first stage has the word embeddings in its first chunk, the last one in its last.
     chunk = model[0] if arguments["pp_group"].rank() == 0 else model[-1]
     chunk = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     weight = finalize_model_grads._get_shared_word_embedding_weight(chunk, arguments["config"])
+    # A stage without a gradient (frozen embeddings) sends nothing.
     gradient = getattr(weight, "main_grad", getattr(weight, "grad", None))
     if gradient is not None:
         run.ledger.record_uncompressed(
@@ -298,6 +305,7 @@ def _communicating(communicate: Callable) -> Callable:
         wait_on_reqs=True,
     ):
         run = running.current(otherwise=running.run_of(self.config))
+        # A run without stages, and an object of no run, send by megatron-core's own method.
         send = functools.partial(communicate, self)
         if run is not None and run.pipeline_exchange is not None:
             send = functools.partial(run.pipeline_exchange, self, send)
@@ -330,6 +338,8 @@ def through_exchanges(all_reduce: Callable, reduce_scatter: Callable, gather: Ca
     for short in ("linear", "layernorm_linear", "base"):
         module = importlib.import_module(f"transformer_engine.pytorch.module.{short}")
         replace(module, "gather_along_first_dim", gather_parameters, gather)
+        # Names are imported into each of these modules; replacing them where they are defined does
+        # nothing.
         if short == "base":  # it holds no other of the three
             continue
         replace(module, "allreduce", ("inp", "tp_group", "async_op"), all_reduce)
@@ -416,6 +426,8 @@ def _completing_gradients(register_grad_ready: Callable) -> Callable:
     def wrapper(self, param, force_all_reduce=False):
         run = running.run_of(self)
         if run is not None and run.before_gradient_sync and self.is_last_microbatch:
+            # The gradient that is ready now is the last of its bucket group, whose reduction begins
+            # in this call.
             ready = sum(self.per_param_grad_ready_counts.values())
             expected = sum(self.golden_per_param_grad_ready_counts.values())
             if ready + 1 >= expected:

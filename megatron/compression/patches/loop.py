@@ -74,6 +74,7 @@ def _replace_pretrain(before: Callable[[Any], None]) -> None:
     import megatron.training
     from megatron.training import training
 
+    # Entrypoints call either.
     for owner in (training, megatron.training):  # the package holds the function by name
         extend(owner, "pretrain", ("cfg_container", "model_provider"), _pretraining, before)
 
@@ -84,8 +85,10 @@ def _no_preparation(cfg_container: Any) -> None:
 
 def _pretraining(pretrain: Callable, calls: list[Callable[[Any], None]]) -> Callable:
     def wrapper(cfg_container, *args, **kwargs):
+        # -m megatron.compression enables compression here.
         for before in calls:
             before(cfg_container)
+        # Marked by ``enable``, if it was given the model's configuration.
         run = running.run_of(cfg_container.model)
         if run is None:
             session = _session_of()
@@ -128,6 +131,7 @@ def tell_sessions() -> None:
     replace(training, "evaluate_and_print_results", ("prefix", *evaluation), _printing_evaluation)
     replace(training, "evaluate", evaluation, _evaluating)
     follow(one_logger_utils, "finish", (), _after_finish)
+    # megatron.training.training holds it by name.
     for owner in (training, checkpointing):
         replace(owner, "load_checkpoint", ("ddp_model",), _loading_checkpoint)
     tell_of_checkpoints()
@@ -172,6 +176,7 @@ def _training(train: Callable) -> Callable:
         run = running.run_of_model(model)
         with running.at_work(run):
             if run is not None and run.session is not None:
+                # Within the run's scope: what is logged here belongs to it.
                 run.session.training_begins()
             return train(forward_step_func, model, *args, **kwargs)
 
@@ -193,6 +198,7 @@ def _building(get_model: Callable) -> Callable:
             return get_model(model_provider_func, *args, **kwargs)
 
         def provider(*provider_args, **provider_kwargs):
+            # Called once a virtual stage, in the order of the chunks.
             chunk = model_provider_func(*provider_args, **provider_kwargs)
             return session.chunk_provided(chunk)
 
@@ -212,6 +218,7 @@ def _printing_evaluation(evaluate_and_print_results: Callable) -> Callable:
     def wrapper(prefix, forward_step_func, data_iterator, model, *args, **kwargs):
         session = _session_of(model)
         if session is not None:
+            # Megatron evaluates the test split under this prefix alone.
             session.split = "test" if prefix.endswith("test set") else "valid"
         return evaluate_and_print_results(
             prefix, forward_step_func, data_iterator, model, *args, **kwargs
@@ -230,6 +237,7 @@ def _evaluating(evaluate: Callable) -> Callable:
         try:
             with running.at_work(run):
                 result = evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
+            # The losses, averaged over micro-batches; None on stages without a loss.
             losses = result[0]
         finally:
             if session is not None:
@@ -256,6 +264,7 @@ def _loading_checkpoint(load_checkpoint: Callable) -> Callable:
 def _after_generate_state_dict(state_dict: dict, arguments: dict) -> None:
     session = _session_of(arguments["model"])
     if session is not None:
+        # Megatron puts a state together for loading as well, to have shapes to read into.
         is_loading = (arguments.get("optim_sd_kwargs") or {}).get("is_loading", False)
         session.add_state(state_dict, is_loading)
 
@@ -290,7 +299,8 @@ def repeat_passes() -> None:
 def _repeating(should_run_forward_backward: Callable) -> Callable:
     from megatron.core.rerun_state_machine import RerunMode, RerunState
 
-    # The machine's results before the pass that may be repeated. A process has one machine and one step at a
+    # The machine's results before the pass that may be repeated. A process has one machine and one
+    # step at a
     # time, whichever session trains.
     results_before: dict[str, Any] | None = None
 
@@ -302,6 +312,9 @@ def _repeating(should_run_forward_backward: Callable) -> Callable:
             return should_run_forward_backward(self, data_iterator)
         results, results_before = results_before, None
         if results is not None and repetition.end():
+            # As if the first pass had not been: its NaNs and spikes are forgotten, and so are its
+            # random states and
+            # micro-batches.
             vars(self).update(results)
             self.validation_counts.clear()
             self._restore_state()
@@ -311,6 +324,7 @@ def _repeating(should_run_forward_backward: Callable) -> Callable:
             results_before = _results(self)
             return True
         runs = should_run_forward_backward(self, data_iterator)
+        # In other modes the machine keeps neither micro-batches nor random states.
         validates = self.mode == RerunMode.VALIDATE_RESULTS
         if runs and validates and self.state == RerunState.INITIAL_RUN:
             repetition.begin()

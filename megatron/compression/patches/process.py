@@ -20,6 +20,7 @@ def _releasing_first(destroy_process_group: Callable, calls: list[Callable[[], N
     from torch import distributed
 
     def wrapper(group=None):
+        # Without a group, and with that of all ranks, every group of the job ends.
         if group in (None, distributed.group.WORLD):
             for release in calls:
                 release()

@@ -34,11 +34,15 @@ def open_run(run: Any) -> None:
     key = id(run)
     if key not in _open:
         _open[key] = weakref.ref(run)
+        # A run that nobody closes ends with its model, which alone keeps it: identities are used
+        # again after that.
+        # At the end of the interpreter there is nothing to restore.
         weakref.finalize(run, _closed, key).atexit = False
 
 
 def close_run(run: Any) -> None:
     """End a run: nothing is marked with it any more. The last one leaves the symbols as they were."""
+    # A model may outlive its run: from here on it has none.
     for key in [key for key, marked in _marks.items() if marked is run]:
         del _marks[key]
     _closed(id(run))
@@ -61,6 +65,7 @@ def claim(chunks: Iterable[Any], run: Any) -> None:
     for chunk in chunks:
         mark(chunk, run)
         if getattr(chunk, "config", None) is not None:
+            # megatron-core's communicators have the configuration, and no model.
             mark(chunk.config, run)
 
 
@@ -82,11 +87,13 @@ def run_of(thing: Any) -> Any:
 
 def run_of_model(model: Any) -> Any:
     """Return the run of a model chunk, or of the first of several: the chunk's, or what it wraps; or None."""
+    # All chunks of a stage belong to one run.
     chunk = model[0] if isinstance(model, list | tuple) else model
     while chunk is not None:
         run = _marks.get(id(chunk))
         if run is not None:
             return run
+        # DistributedDataParallel, Float16Module and FSDP keep what they wrap under this name.
         chunk = getattr(chunk, "module", None)
     return None
 

@@ -182,6 +182,7 @@ def take_out() -> None:
 def _restore(owner: Any, name: str) -> None:
     """Put the original back, unless somebody else has put a wrapper over ours."""
     replacement = _replacements[owner, name]
+    # Theirs lies over ours: to put the original there would undo theirs.
     if _held(owner, name) is not replacement.function:
         return
     if replacement.inherited:
@@ -205,6 +206,9 @@ def _register(
     original = getattr(owner, name, None)
     if not callable(original):
         raise PatchError(f"{path} does not exist in this version; install those of constraints.txt")
+    # Ours may stand there, or lie under what somebody else has put over it: then it is found
+    # through their
+    # wrapper, and a second one would count everything twice.
     known = _replacements.get((owner, name))
     if known is not None and _reaches(_held(owner, name), known.function):
         if _describe(known.patch) != _describe(patch):
@@ -214,20 +218,24 @@ def _register(
             )
         return known.calls
     if parameters:
+        # The signature of the original, also through wrappers: ours copy it.
         missing = set(parameters) - set(inspect.signature(original).parameters)
         if missing:
             raise PatchError(
                 f"{path} has no parameter {', '.join(sorted(missing))}; install the versions of "
                 "constraints.txt"
             )
+    # The list is the closure's and the registry's: what is added later is called, too.
     calls: list[Callable] = []
     function = functools.wraps(original)(make(original, calls))
     held = _held(owner, name)
+    # A plain function in a class would become a method.
     if isinstance(held, staticmethod):
         function = staticmethod(function)
     inherited = name not in vars(owner)
     _replacements[owner, name] = Replacement(held, function, patch, inherited, lasting, calls)
     setattr(owner, name, function)
+    # One rank says it; all have the same versions.
     if os.environ.get("RANK", "0") == "0":
         logger.debug("patch: %s", path)
     return calls
@@ -240,6 +248,8 @@ def _held(owner: Any, name: str) -> Any:
 
 def _reaches(function: Any, ours: Any) -> bool:
     """Return whether ``function`` is ``ours``, or a wrapper over it: by ``__wrapped__`` or in its closure."""
+    # Whoever wraps a function keeps it: in __wrapped__ (functools.wraps), or in a cell of the
+    # closure.
     pending = [function]
     seen: set[int] = set()
     while pending:
@@ -281,6 +291,7 @@ def change_class(instance: Any, cls: type) -> None:
     Why: classes that megatron-core names itself, outside its layer specs, cannot be chosen before.
     """
     logger.debug("patch: %s becomes %s.%s", type(instance).__name__, cls.__module__, cls.__name__)
+    # Allowed by Python where both classes have the same layout, which a subclass without slots has.
     instance.__class__ = cls
 
 

@@ -55,7 +55,8 @@ class Arrival:
         """Fill the tensor from the payload, which has arrived."""
         if self._codec is not None:
             _used_here(self.buffer)
-            # .data: the schedule holds this very leaf already, and a copy would cost as much as the decoding
+            # .data: the schedule holds this very leaf already, and a copy would cost as much as the
+            # decoding
             self.tensor.data = self._codec.decode(self.buffer, self._shape, self.tensor.dtype)[0]
         self.buffer = None
 
@@ -144,6 +145,7 @@ class PipelineExchange:
                 "pipeline compression does not reach torch.distributed.ring_exchange; set "
                 f"use_ring_exchange_p2p to False, or drop {setting('pipeline_parallel.compression')}"
             )
+        # Both directions have one shape, unless stages tell each other.
         shapes = dict.fromkeys(RECEIVED, tensor_shape)
         if communicator.config.variable_seq_lengths or communicator.config.mtp_standalone:
             from_prev, from_next = communicator._communicate_shapes(
@@ -162,6 +164,7 @@ class PipelineExchange:
                 works = _complete(communicator, works, arrivals)
             else:
                 for name, arrival in arrivals.items():
+                    # The schedule waits when it needs the tensor; decoding belongs to the wait.
                     works[name] = works[name].then(arrival.decode)
         received = [arrivals[name].tensor if name in arrivals else None for name in RECEIVED]
         return *received, works
@@ -220,8 +223,10 @@ class PipelineExchange:
         payload = codec.encode(tensor[None])
         if codec.lossless:
             self.policy.overflow.note(codec, payload)
+        # Both ends know a payload's size beforehand, so it travels alone.
         self.ledger.record(traffic, "compressed", "send", payload.nbytes, 0)
         self.ledger.record_plain(traffic, "send", tensor.nbytes, communicator.pp_group.size())
+        # There is one site a stage and direction.
         site = f"pipeline stage {communicator.pp_group.rank()}"
         if self.policy.measures(site, traffic):
             self.policy.meter.measure(site, traffic, tensor, codec, bounded=False)
@@ -244,6 +249,7 @@ class PipelineExchange:
         """
         batched = communicator.config.batch_p2p_comm
         start = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
+        # The same order as megatron-core's, on both sides: payloads stand in the tensors' places.
         buffers = payloads | {name: arrival.buffer for name, arrival in arrivals.items()}
         requests = start(
             **{f"tensor_{name}": buffers.get(name) for name in TRAFFIC},
@@ -258,6 +264,7 @@ class PipelineExchange:
         works: dict[str, Work] = {}
         for names, request in requests.items():
             work = Work(request)
+            # Nobody but the transport reads a payload, so the schedule need not wait for it.
             if encoded.issuperset(names):
                 # The finish holds the payloads: they live until the request has been waited for.
                 sent = [payloads[name] for name in names]
@@ -298,6 +305,7 @@ def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ..
 
     gloo has a request for each message, NCCL one for all.
     """
+    # NCCL coalesces them into one request.
     if len(requests) != len(messages):
         (request,) = requests
         return {tuple(messages): request}

@@ -60,6 +60,7 @@ class WeightGradients(deque[Callable[[], object]]):
     def put(self, compute: Callable[[], object]) -> None:
         """Defer one; called in a backward pass, at whose end it will have been computed."""
         task = _graph_task()
+        # Once a backward pass; a pass within a pass (recomputation) has an end of its own.
         if task != self._task or not self:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
             self._task = task
@@ -115,6 +116,7 @@ def _enter(active: ActiveSite) -> None:
 
 def _leave() -> None:
     task = _graph_task()
+    # Hooks come in pairs: what ends is the innermost.
     layers = _active[task]
     layers.pop()
     if not layers:
@@ -163,6 +165,7 @@ class TransformerEngineLayers:
         else:
             module.traffic = ("tp.backward",)
         module.register_forward_pre_hook(self._begin)
+        # always_call: a forward that raises has ended, too.
         module.register_forward_hook(self._end, always_call=True)
         if self._can_defer(module, is_row_parallel or module.sequence_parallel):
             module.wgrad_store = DeferredStore(
@@ -172,10 +175,12 @@ class TransformerEngineLayers:
     @staticmethod
     def _can_defer(module: torch.nn.Module, exchange_follows: bool) -> bool:
         """Return whether a layer's weight gradient may be computed during the next layer's exchange."""
-        # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot come late.
+        # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot
+        # come late.
         has_bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         config = getattr(module, "config", None)
-        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own; so does
+        # TE's own graphs hold deferred weight gradients separately, taken from a store of its own;
+        # so does
         # the schedule of --delay-wgrad-compute.
         in_graphs = getattr(config, "cuda_graph_impl", "none") == "transformer_engine"
         by_schedule = getattr(config, "delay_wgrad_compute", False)
@@ -193,7 +198,8 @@ class TransformerEngineLayers:
     def _begin(self, module: torch.nn.Module, args: tuple) -> None:
         """Note that a layer's forward begins."""
         if _graph_task() == _OUTSIDE:
-            # No backward pass is under way: what one has left is of one that raised. Its deferred weight
+            # No backward pass is under way: what one has left is of one that raised. Its deferred
+            # weight
             # gradients belong to a step that the loop has given up.
             self.weight_gradients.clear()
             for task in [task for task in _active if task != _OUTSIDE]:
@@ -211,6 +217,7 @@ class TransformerEngineLayers:
         node = None if first is None else _layer_node(first.grad_fn)
         if node is not None:
             backward = ActiveSite(module.site, "tp.backward", self.weight_gradients)
+            # On the layer's own autograd function: its backward runs between these two.
             node.register_prehook(lambda grad_outputs: _enter(backward))
             node.register_hook(lambda grad_inputs, grad_outputs: _leave())
 
@@ -260,6 +267,7 @@ def gather(original: Callable[..., Result]) -> Callable[..., Result]:
         options = {"quantizer": quantizer, **others}
         if active is None:
             return original(inp, process_group, async_op, **options)
+        # Under an fp8 recipe TE quantises first: the gathered bytes are fp8 already.
         quantized = quantizer is not None or type(inp) not in (torch.Tensor, torch.nn.Parameter)
         message = None
         if not quantized and others.get("output_tensor") is None:
@@ -328,6 +336,7 @@ def _result(
             work.advance()
     if async_op:
         return out, work
+    # TE waits where it has asked for an asynchronous exchange.
     work.wait()
     return out, None
 
@@ -337,6 +346,7 @@ def _count_magnitudes(nbytes: int, ranks: int) -> None:
     outermost layer's run, of the run at work, or of the run whose layer ran last."""
     layers = _active.get(_graph_task())
     if layers:
+        # The outermost layer is of the model whose pass this is.
         run = layers[0].site.run
     else:
         run = running.current(otherwise=_last_run() if _last_run is not None else None)

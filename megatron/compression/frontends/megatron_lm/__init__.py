@@ -31,7 +31,9 @@ def prepare() -> None:
         from megatron.compression.frontends.megatron_lm import implementation
         from megatron.compression.patches import gaps
 
+        # Before megatron.core is imported, which looks for it at import.
         implementation.transformer_engine()
+        # Nothing is replaced where there is CUDA.
         host.install()
         gaps.use_shipped_helpers()
         gaps.make_torch_optimizers_resumable()
@@ -50,6 +52,7 @@ def find_megatron_core() -> tuple[str, Path] | None:
         text = info.read_text()
         numbers = []
         for name in ("MAJOR", "MINOR", "PATCH"):
+            # package_info.py has a line a number.
             match = re.search(rf"^{name} = (\d+)", text, re.M)
             numbers.append(match[1] if match else "?")
         return ".".join(numbers), info.parent

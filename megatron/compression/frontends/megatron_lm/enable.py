@@ -39,13 +39,17 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """
     if "--taco" in parser._option_string_actions:
         raise InputError("the script has compression's flags itself; drop -m megatron.compression")
+    # From here on: parsing itself raises the first of them.
     end_with_one_line()
     symbols.change_class(parser, OneLineParser)
     layers = "local" if transformer_engine().missing else "transformer_engine"
-    # Megatron wants --spec local with --attention-backend local: apply_native_defaults removes it again.
+    # Megatron wants --spec local with --attention-backend local: apply_native_defaults removes it
+    # again.
     parser.set_defaults(transformer_impl=layers, spec=["local"], tokenizer_type="GPT2BPETokenizer")
+    # After the defaults: --help shows them.
     flags.add_flags(parser)
     gaps.build_gpt2_from_its_files()
+    # What is refused comes before what is changed.
     loop.after_validating_arguments(checks.check_arguments)
     loop.after_validating_arguments(adapt_arguments)
     return parser
@@ -85,22 +89,27 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Sessi
         InputError: Megatron's arguments name data that do not fit the tokenizer, or a report's folder that
             cannot be written.
     """
+    # So that they come after Megatron's own start-up lines.
     LOG.keep()
     if model_config is not None:
+        # Before the config is used: is_covered looks at its layers.
         complete(model_config, args)
     host_loop = MegatronLoop(args)
     config = host_loop.checked_config()
+    # For entrypoints that have not called ``prepare``.
     gaps.use_shipped_helpers()
     gaps.make_torch_optimizers_resumable()
     gaps.fuse_torch_adam()
     session = Session(config, host_loop).open()
     loop.tell_sessions()
     if config.auto:
+        # It decides when the first chunk is there: its layers say what is sent.
         session.automatic = Automatic(session, host_loop.flops)
     if model_config is None:
         session.awaits_provided_chunks = True
     else:
         running.mark(model_config, session.run)
+        # Megatron's builder calls them before and after it wraps the chunks.
         model_config.pre_wrap_hooks.append(session.attach_model)
         model_config.post_wrap_hooks.append(session.attach_wrapped)
         if not is_covered(model_config.transformer):

@@ -44,6 +44,7 @@ def parse_arguments(
 
     Raises: InputError: an unknown flag; something that is not there, does not fit or is not served.
     """
+    # Before the tokenizer is made of the arguments.
     loop.after_validating_arguments(check_supported_data)
     return arguments.parse_and_validate_args(add_arguments)
 
@@ -80,6 +81,7 @@ _SAME_NAME = (
 
 def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
     """The dataset's configuration from the command line."""
+    # One blend that --split divides, or one for each split; the other is None.
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = args.per_dataset_sequences_path
     return GPTDatasetConfig(
@@ -113,10 +115,13 @@ def train_valid_test_datasets(sizes: tuple[int, int, int], vp_stage: int | None 
     args = get_args()
 
     def built_here() -> bool:
+        # The first stage reads tokens, the last one labels; the other tensor-parallel ranks get
+        # them by broadcast.
         reads = is_first_or_last_pipeline_stage(vp_stage) or _has_mtp(args, vp_stage)
         return reads and mpu.get_tensor_model_parallel_rank() == 0
 
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    # Also where nothing is built here: its cache is shared.
     config = gpt_dataset_config(args)
     return BlendedMegatronDatasetBuilder(dataset_class, sizes, built_here, config).build()
 
@@ -138,6 +143,7 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Ten
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
     if tp_rank == 0:
+        # The loader's tensors lie in pinned memory.
         batch = {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items()}
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -157,6 +163,7 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Ten
         ),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
+    # Each context-parallel rank keeps two chunks of the sequence, an early and a late one.
     return get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
@@ -167,8 +174,11 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
     schedule divides the first in place, hence the copy of what is logged."""
     args = get_args()
     mask = loss_mask.reshape(-1).float()
+    # In fp32 whatever the model computes in; masked tokens count nothing.
     loss = torch.sum(losses.reshape(-1).float() * mask)
     tokens = mask.sum().to(torch.int)
+    # The machine runs a suspicious iteration again, to tell a fault of the hardware from one of the
+    # data.
     check = get_rerun_state_machine().validate_result
     if args.check_for_nan_in_loss_and_grad:
         check(loss, torch.isnan, "found NaN in the loss", tolerance=0.0, fatal=True)
@@ -192,6 +202,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
             ``--overlap-moe-expert-parallel-comm`` executes node by node.
     """
     timers = get_timers()
+    # Megatron's own names, which its log and its tools look for.
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
@@ -220,6 +231,7 @@ def train_to_the_end(pretrain: Callable[[], None]) -> None:
             raise
         left_early = True
         status = exit_.code
+    # All ranks are here: nobody waits for a group that is gone.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     if left_early:
@@ -230,6 +242,7 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
     """Build the configs from `args`, train, write the report, and leave the process groups."""
     model_config = gpt_config_from_args(args, model_config_cls=model_config_cls)
     enable.enable(args, model_config)
+    # After enable, which completes the model's config.
     container = pretrain_cfg_container_from_args(args, model_config)
     kind = ModelType.encoder_or_decoder
     train_to_the_end(

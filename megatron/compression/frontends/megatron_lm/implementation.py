@@ -35,12 +35,14 @@ def transformer_engine() -> Engine:
     """
     import torch  # before Transformer Engine, whose library needs the NCCL that torch loads
 
+    # find_spec does not load it.
     if importlib.util.find_spec("transformer_engine") is None:
         return Engine(missing="is not installed", fix=f"run {SET_UP}")
     if not torch.cuda.is_available():
         symbols.hide("transformer_engine", "its kernels need CUDA")
         return Engine(missing=_NO_CUDA)
     try:
+        # The only way to know that its libraries are there.
         importlib.import_module("transformer_engine.pytorch")
         return Engine(version=importlib.import_module("transformer_engine").__version__)
     except Exception as error:  # OSError: a shared library; AssertionError: parts of two versions
@@ -121,6 +123,7 @@ def missing_extension_overrides(args: Namespace) -> list[str]:
     lines = []
     for name, (value, flag, module) in _FUSIONS.items():
         if getattr(args, name) != value and importlib.util.find_spec(module) is None:
+            # As the flag would have it.
             setattr(args, name, value)
             lines.append(f"{module} is not installed: {flag}")
     return lines

@@ -79,6 +79,7 @@ class MegatronLoop(Host):
     def _current_iteration(self) -> int:
         """Return the zero-based iteration, which is known before the first message. A run that only evaluates
         sets ``args.iteration`` alone."""
+        # curr_iteration is set when an iteration begins, iteration when a checkpoint is loaded.
         counted = getattr(self.arguments, "curr_iteration", 0)
         loaded = getattr(self.arguments, "iteration", 0)
         return max(counted, loaded)
@@ -97,6 +98,7 @@ class MegatronLoop(Host):
 
     def settings(self) -> dict[str, Any]:
         """Return Megatron's own arguments, without those of this machine and moment."""
+        # They are in the report under compression.
         ours = vars(flags.add_flags(ArgumentParser()).parse_args([]))
         settings = {}
         for name, value in sorted(vars(self.arguments).items()):

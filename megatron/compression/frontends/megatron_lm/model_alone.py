@@ -44,11 +44,13 @@ def built_model(
     Yields:
         A namespace with ``args``, ``chunks`` and ``groups``.
     """
+    # One process is its own job, unless torchrun has started it.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29400")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
+    # Later flags win: the caller's come last.
     words = ["--qwen-model", name, *_FILLERS.split(), *_PRECISION_FLAGS[dtype], *(flags or [])]
     command_line = sys.argv
     sys.argv = [sys.argv[0], *expand(words)[0]]
@@ -59,6 +61,7 @@ def built_model(
         groups = ProcessGroupCollection.use_mpu_process_groups()
         config = gpt_config_from_args(args)
         complete(config, args)
+        # The weights are replaced, and random ones of a large model take minutes.
         config.transformer.perform_initialization = False
         chunks = GPTModelBuilder(config).build_distributed_models(
             groups, wrap_with_ddp=False, data_parallel_random_init=False
@@ -66,6 +69,7 @@ def built_model(
         yield SimpleNamespace(args=args, chunks=unwrap_model(chunks), groups=groups)
     finally:
         sys.argv = command_line
+        # So that another model can be built in this process.
         destroy_global_vars()
         destroy_num_microbatches_calculator()
         destroy_rerun_state_machine()
