@@ -14,7 +14,6 @@ from taco_kernels.common.device import Device, device_number
 from taco_kernels.common.reference import hadamard
 from taco_kernels.symmetric_memory.channel import WARPS, Channel, channel_shape, tile_of
 from taco_kernels.symmetric_memory.kernels import (
-    Endpoint,
     Extent,
     all_gather_kernel,
     all_reduce_kernel,
@@ -205,7 +204,10 @@ def _plan(
         from_wire,
         channel.table,
         channel.steps,
-        Endpoint(channel.memory, channel.rank, channel.error_address, channel.timeout_ns),
+        channel.memory,
+        channel.rank,
+        channel.error_address,
+        channel.timeout_ns,
         Extent(numel, stride=piece, length=piece),
         groups,
         tuple(rows[:4]),

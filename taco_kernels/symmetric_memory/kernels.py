@@ -57,20 +57,8 @@ from taco_kernels.taco.wire import (
 )
 
 # What differs between ranks or calls must not lead to different code, and numbers that are 1 stay numbers
-# (Triton would compile a kernel of its own for them).
-UNSPECIALIZED = ["endpoint", "groups"]
-
-
-class Endpoint(NamedTuple):
-    """What a kernel knows of its own end of a channel; a kernel argument."""
-
-    memory: int
-    """Address of this rank's memory of the channel."""
-    rank: int
-    error: int
-    """Address of the pinned int32 that says which rank a program gave up waiting for."""
-    timeout: int
-    """Nanoseconds that a program waits before it gives up."""
+# (Triton would compile a kernel of its own for them). These are no tuple, as this list does not reach into one.
+UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups"]
 
 
 class Extent(NamedTuple):
@@ -354,7 +342,10 @@ def all_reduce_kernel(
     from_wire,
     table,
     steps_done,
-    endpoint,
+    memory,
+    rank,
+    error,
+    timeout,
     extent,
     groups,
     rows,
@@ -406,7 +397,10 @@ def all_reduce_kernel(
         from_wire: [POINT, POINT] matrix out of it.
         table: int64[W], the address of every rank's memory.
         steps_done: int64[PROGRAMS], steps of each program since the channel's creation.
-        endpoint: ``Endpoint`` of this rank.
+        memory: address of this rank's memory.
+        rank: of this process.
+        error: address of the pinned int32 that says which rank a program gave up waiting for.
+        timeout: nanoseconds that a program waits before it gives up.
         extent: ``Extent`` of the tensor, a piece a rank.
         groups: groups in a piece.
         rows: (run, inner, stride_outer, stride_inner) of a strided x.
@@ -421,10 +415,9 @@ def all_reduce_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     pieces = Pieces(extent.numel, extent.stride, extent.length, groups)
-    rank = endpoint.rank
-    memory = endpoint.memory.to(tl.int64)
-    error = endpoint.error.to(tl.int64)
-    timeout = endpoint.timeout.to(tl.int64)
+    memory = memory.to(tl.int64)
+    error = error.to(tl.int64)
+    timeout = timeout.to(tl.int64)
     data = memory + data_flag(program, 0, CHANNEL)
     acks = memory + ack_flag(program, 0, CHANNEL)
 
@@ -512,7 +505,10 @@ def reduce_scatter_kernel(
     from_wire,
     table,
     steps_done,
-    endpoint,
+    memory,
+    rank,
+    error,
+    timeout,
     extent,
     groups,
     rows,
@@ -545,7 +541,10 @@ def reduce_scatter_kernel(
         from_wire: [POINT, POINT] matrix out of it.
         table: int64[W], the address of every rank's memory.
         steps_done: int64[PROGRAMS], steps of each program since the channel's creation.
-        endpoint: ``Endpoint`` of this rank.
+        memory: address of this rank's memory.
+        rank: of this process.
+        error: address of the pinned int32 that says which rank a program gave up waiting for.
+        timeout: nanoseconds that a program waits before it gives up.
         extent: ``Extent`` of the tensor; with ONE_PIECE it is one.
         groups: groups in a piece.
         rows: (run, inner, stride_outer, stride_inner) of a strided x.
@@ -558,10 +557,9 @@ def reduce_scatter_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     pieces = Pieces(extent.numel, extent.stride, extent.length, groups)
-    rank = endpoint.rank
-    memory = endpoint.memory.to(tl.int64)
-    error = endpoint.error.to(tl.int64)
-    timeout = endpoint.timeout.to(tl.int64)
+    memory = memory.to(tl.int64)
+    error = error.to(tl.int64)
+    timeout = timeout.to(tl.int64)
     zero = tl.full((), 0, tl.int32)
     data = memory + data_flag(program, 0, CHANNEL)
     acks = memory + ack_flag(program, 0, CHANNEL)
@@ -616,7 +614,10 @@ def all_gather_kernel(
     from_wire,
     table,
     steps_done,
-    endpoint,
+    memory,
+    rank,
+    error,
+    timeout,
     extent,
     groups,
     rows,
@@ -637,7 +638,10 @@ def all_gather_kernel(
         from_wire: [POINT, POINT] matrix out of the Hadamard domain, in device memory.
         table: int64[W], the address of every rank's memory.
         steps_done: int64[PROGRAMS], steps of each program since the channel's creation.
-        endpoint: ``Endpoint`` of this rank.
+        memory: address of this rank's memory.
+        rank: of this process.
+        error: address of the pinned int32 that says which rank a program gave up waiting for.
+        timeout: nanoseconds that a program waits before it gives up.
         extent: ``Extent`` of out, a piece a rank.
         groups: groups in a piece.
         rows: not used, as out is contiguous.
@@ -649,10 +653,9 @@ def all_gather_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     pieces = Pieces(extent.numel, extent.stride, extent.length, groups)
-    rank = endpoint.rank
-    memory = endpoint.memory.to(tl.int64)
-    error = endpoint.error.to(tl.int64)
-    timeout = endpoint.timeout.to(tl.int64)
+    memory = memory.to(tl.int64)
+    error = error.to(tl.int64)
+    timeout = timeout.to(tl.int64)
     data = memory + data_flag(program, 0, CHANNEL)
     acks = memory + ack_flag(program, 0, CHANNEL)
 
