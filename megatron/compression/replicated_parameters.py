@@ -41,5 +41,6 @@ def cut_without_mark(
 
 def _is_cut(saved: ShardedTensor, data_shards: int) -> bool:
     """Return whether more ranks than those of FSDP2 hold pieces of a tensor."""
+    # Leading axes are of stacked layers or experts, which are no cut of a parameter.
     pieces = saved.axis_fragmentations[saved.prepend_axis_num :]
     return any(count > (data_shards if axis == 0 else 1) for axis, count in enumerate(pieces))

@@ -50,6 +50,7 @@ class GradientMemory:
 
     def add_to(self, state_dict: dict[str, Any], is_loading: bool) -> None:
         """Put what is to be saved, or where to load it to, into a checkpoint's state dict."""
+        # A memory is of its ranks: in another layout nothing is asked for, and it starts from zero.
         if is_loading and self._saved != self._made_by:
             self._log(f"data-parallel compression: {self._difference()}")
             return
@@ -59,6 +60,7 @@ class GradientMemory:
         for number, (sync, _) in enumerate(self._syncs):
             for name, values in sync.state().items():
                 target = torch.zeros_like(values) if is_loading else values.detach()
+                # each rank's own, under a key of its own; Megatron's sharding has no name for it
                 key = f"{KEY}.rank{dist.get_rank()}.bucket{number}.{name}"
                 rows[f"{number}.{name}"] = ShardedTensor.from_rank_offsets(key, target)
         state_dict[KEY] = rows
@@ -108,6 +110,7 @@ def layout_of(syncs: Syncs) -> str | None:
                 (shapes, spans, bucket.numel, bucket.sharded, topology.nodes, topology.local)
             )
     digest = _digest(repr(described)) if described else ""
+    # Of all ranks: a rank restores only if every other one can, too.
     digests = gather_objects(digest)
     return _digest("".join(digests)) if any(digests) else None
 

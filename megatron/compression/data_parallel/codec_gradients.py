@@ -93,10 +93,12 @@ class CodecGradientSync(GradientSync):
         topology = self.topology
         self.shard_numel = ceil_div(bucket.numel, topology.world_size)
         intra, inter = codec.hops
+        # The only exchange crosses nodes where each rank is a node; it takes the codec for that.
         one_rank_a_node = topology.nodes > 1 and topology.local == 1
         self.first = inter if one_rank_a_node else intra
         self.last = inter if topology.nodes > 1 else intra
         pieces = PIECES if topology.two_hops else 1
+        # A piece begins where a group of every codec begins: groups do not straddle two pieces.
         size = ceil_div(ceil_div(self.shard_numel, pieces), ALIGNMENT) * ALIGNMENT
         size = max(ALIGNMENT, size)
         starts = range(0, self.shard_numel, size)
@@ -115,6 +117,7 @@ class CodecGradientSync(GradientSync):
         """``[local, nodes, shard]``: element (i, n) is the shard of rank n * local + i, zero padded."""
         topology = self.topology
         size = self.shard_numel
+        # Without the distributed optimizer a bucket need not divide by the ranks.
         if flat.numel() < topology.world_size * size:
             padded = flat.new_zeros(topology.world_size * size)
             padded[: flat.numel()] = flat
@@ -151,17 +154,21 @@ class CodecGradientSync(GradientSync):
         exchanges = 2 if bucket.sharded else 3
         inside = bucket.transport(INTRA)
         if self.first.lossless:
+            # it may not fit, and has to be asked about; a grid of rows is not
             first, payloads = encode(self.first, values.flatten(0, 1), inside)
             payloads = payloads.view(*values.shape[:2], -1)
         else:
             first = self.first
             payloads = self.first.encode_grid(values)
+        # Rank i of the node is sent row i: this rank's piece for the ranks with index i, on every node.
         senders, pending = inside.all_to_all(payloads.flatten(1))
 
         def between_nodes() -> Work:
             rows = senders.view(*payloads.shape)
             transport = bucket.transport(INTER)
+            # Decoded, summed over the node in fp32 and encoded anew, in one kernel where the codec has one.
             last, partial = sum_and_encode(first, rows, shape, values.dtype, self.last, transport)
+            # One row a node: the sum of this rank's node for the rank of its index there.
             arrived, pending = transport.all_to_all(partial)
             return Work(
                 pending,
@@ -183,6 +190,7 @@ class CodecGradientSync(GradientSync):
             target = bucket.shard_of(flat)[None, begin:end]
             return codec.decode_sum(senders, shape, dtype, bucket.scale, target)
         transport = bucket.transport()
+        # All ranks decode the same payload, the owner too: replicas have the same bits.
         last, payload = sum_and_encode(codec, senders, shape, dtype, self.last, transport)
         gathered, pending = transport.all_gather(payload)
         return Work(pending, lambda: self._spread(flat, last, gathered, begin, end))
@@ -194,6 +202,7 @@ class CodecGradientSync(GradientSync):
         bucket = self.bucket
         size = self.shard_numel
         dtype = flat.dtype
+        # [ranks, piece] of one stride, unless the last shard is shorter than the others.
         if bucket.numel == self.topology.world_size * size:
             rows = flat.view(-1, size)[:, begin:end]
             return last.decode_sum(gathered[None], (end - begin,), dtype, bucket.scale, rows)

@@ -82,6 +82,7 @@ class GradientBucket:
         """
         if not values.numel():
             return Work.completed()
+        # Counted by link: of a flat ring over two nodes some edges cross between them.
         sent = bytes_sent("all_reduce", values.nbytes, self.topology.world_size)
         for link, part in self.topology.split("all_reduce", sent).items():
             if part:

@@ -118,6 +118,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         """Start reducing the group's gradients, compressed where this iteration compresses them."""
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return  # megatron-core's rule: dispatched already, by hand, in the first batch
+        # One decision a group, by all of its bytes: its buckets are sent together or not at all.
         plan = self.plan
         nbytes = sum(bucket.grad_data.nbytes for bucket in self.buckets)
         reason = plan.reason("dp.gradient", plan.gradient_syncs, nbytes, force_all_reduce)
@@ -127,9 +128,11 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             with torch.no_grad():
                 work = join([sync.start() for sync in plan.gradient_syncs])
         else:
+            # Megatron scales, reduces and counts; it finds the reason in the plan.
             super().start_grad_sync(force_all_reduce)
             if not plan.outer:
                 return
+            # None without overlap: then the inner hop is complete, and the outer one follows at once.
             work = Work(self.grad_reduce_handle)
         if plan.outer:
             nbytes = sum(bucket.gradients.nbytes for bucket in plan.outer)
@@ -137,6 +140,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             work = work.then(lambda _: self._start_outer(outer_reason))
         if self.ddp_config.overlap_grad_reduce:
             plan.in_flight.add(work)
+            # Megatron waits for it in finish_grad_sync, as for a handle of torch.distributed.
             self.grad_reduce_handle = work
         else:
             work.wait()
@@ -161,6 +165,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             if replay is not None:
                 torch.cuda.current_stream().wait_event(replay)
         for bucket in self.buckets:
+            # gradients that live elsewhere, in another type, go into the buffer first
             for parameter in bucket.params_with_extra_main_grads:
                 copy = getattr(parameter, "main_grad_copy_in_grad_buffer", None)
                 if copy is not None:
@@ -189,6 +194,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             for weights in plan.weights:
                 weights.uncompressed_reason = "exact"
             return
+        # Aligned after the gather: every rank has decoded by then, the first tensor-parallel one too.
         work = join([weights.start() for weights in plan.weights]).then(self._align_weights)
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = work
@@ -261,6 +267,7 @@ class Gradients(Dimension):
             self._find_topologies(chunk)
         for number, chunk in enumerate(chunks):
             prefix = f"chunk{number}." if len(chunks) > 1 else ""
+            # Names of the whole rank's model: two virtual stages both have a decoder.layers.0.
             names = {
                 parameter: prefix + name for name, parameter in chunk.module.named_parameters()
             }
@@ -358,8 +365,9 @@ class Gradients(Dimension):
             self._plan_gradients(plan, group, bucket, ranks.size(), names, cut)
         if ranks.size() > 1:
             self._plan_weights(plan, group, names, cut)
-        symbols.change_class(group, CompressedBucketGroup)
+        # Last, so that a group is either Megatron's own or complete.
         group.plan = plan
+        symbols.change_class(group, CompressedBucketGroup)
         if instances > 1:  # its class does the outer hop
             group.ddp_config = replace(config, num_distributed_optimizer_instances=1)
 
@@ -374,6 +382,7 @@ class Gradients(Dimension):
     ) -> None:
         """Plan the sums of one bucket's gradients; ``ranks``: of an optimizer instance."""
         config = group.ddp_config
+        # Megatron scales gradients before it sums; here the factor is applied to the fp32 sum.
         average = 1 / ranks if config.average_in_collective else 1.0
         view = GradientBucket(
             bucket.grad_data,
@@ -393,6 +402,7 @@ class Gradients(Dimension):
     def _build_sync(self, view: GradientBucket) -> GradientSync:
         """Return what sums a bucket's gradients inside an optimizer instance."""
         sync = self.compressor.build(view)
+        # A memory that is not announced would be lost in checkpoints, and scaled by a loss scale.
         if sync.state() and not self.compressor.has_memory:
             raise TypeError(
                 f"{type(self.compressor)} has syncs with a state; set has_memory = True"
@@ -406,6 +416,8 @@ class Gradients(Dimension):
         instances = config.num_distributed_optimizer_instances
         average = 1 / instances if config.average_in_collective else 1.0
         between = self.topology(group.inter_distributed_optimizer_instance_group)
+        # Not sharded: every instance needs all of this rank's shard. It has no spans, since a shard may begin
+        # in the middle of a parameter; codecs do not ask for them.
         outer = GradientBucket(view.shard, (), average, False, between, self.ledger, "dp.outer")
         plan.outer.append(outer)
         if self.outer_codec is not None:
@@ -454,6 +466,7 @@ class Gradients(Dimension):
         """
         if ranks not in self._topologies:
             size = self.config.node_size
+            # Of a node's data-parallel ranks an expert's group has a part, the outer group one.
             node_size = None if size is None else max(1, int(size * share))
             topology = find_topology(ranks, node_size, self.run.transports)
             self._topologies[ranks] = topology

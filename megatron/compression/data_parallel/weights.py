@@ -100,6 +100,7 @@ class BucketWeights:
         Args:
             masters: offset in the shard and master values, of any type, one pair a parameter.
         """
+        # Between parameters there is padding, which has no master: it stays as it is.
         new = self.shard.clone()
         for start, master in masters:
             new[start : start + master.numel()].copy_(master.view(-1))
@@ -109,6 +110,7 @@ class BucketWeights:
         """Apply the pending update to this rank's shard, if it waits."""
         if self._update_waits and self.pending is not None:
             with torch.no_grad():
+                # as every other rank will: the same payload, the same arithmetic, the same bits
                 self._codec.add_decoded(self.pending[None], self.shard[None])
             self._updated = fingerprint(self.shard)
 
@@ -128,12 +130,14 @@ class BucketWeights:
         has_own_update = self._updated is not None
         payload = self._unless_written(self.pending) if has_own_update else self.pending
         self.pending = None
+        # For the ledger: what the uncompressed gather would have sent.
         self.topology.record_plain(self.ledger, "dp.weight", "all_gather", self.weights.nbytes)
         transport = self.topology.transport(self.ledger, "dp.weight")
         gathered, pending = transport.all_gather(payload[None])
 
         def apply() -> torch.Tensor:
             with torch.no_grad():
+                # It has its update, or what was written since; decoding would add the update twice.
                 shard = self.shard.clone() if has_own_update else None
                 codec.add_decoded(gathered, self.weights)
                 if shard is not None:
@@ -149,11 +153,13 @@ class BucketWeights:
         no_change = self._codec.encode_difference(self.shard, self.shard)
         if self._codec.lossless:  # which encodes the values themselves
             self._misfit = self._codec.overflow_flag(no_change) * was_written
+        # The choice is this rank's alone; payloads have one size, so the others need not know.
         return torch.where(was_written, no_change, payload)
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
     """Return int64 ``[4]`` of 16-bit values ``[n]``, others where some are changed or have changed places."""
+    # Integers: a sum of floats would miss small changes, and depend on the order of adding.
     bits = values.view(torch.int16)
     subsets = (bits, bits[: len(bits) // 2], bits[::2], bits[::3])
     return torch.stack([subset.sum(dtype=torch.int64) for subset in subsets])
@@ -183,7 +189,7 @@ def copy_masters(optimizer) -> bool:
     for bucket_id, weights in compressed.items():
         shard_start = weights.topology.rank * weights.shard.numel()
         weights.update((start - shard_start, master) for start, master in masters[bucket_id])
-    _leave_out_overflows([*compressed.values()])
+    _leave_out_overflows([*compressed.values()])  # takes pending payloads back, on all ranks alike
     for weights in compressed.values():
         weights.update_shard()
     for bucket in buckets:
@@ -219,6 +225,7 @@ def _masters_by_bucket(optimizer, buckets: list) -> dict[int, list[tuple[int, to
         for master, parameter in zip(shards, parameters, strict=True):
             buffer_index, _, bucket_index = optimizer.model_param_gbuf_map[parameter]
             bucket = optimizer.buffers[buffer_index].buckets[bucket_index]
+            # the part of this parameter that is in this rank's shard
             in_bucket = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
             masters[id(bucket)].append((in_bucket.start, master))
     return masters
@@ -276,6 +283,7 @@ def replicated_parts(
             continue
         if gradients and getattr(parameter, "sees_rank_local_data", False):
             continue
+        # a shard may hold the end of one parameter and the beginning of another
         start = max(span.start - first, 0)
         end = min(span.end - first, flat.numel())
         if start < end:
@@ -297,6 +305,7 @@ def align(parts: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -
         return
     with torch.no_grad():
         values = torch.cat(parts)
+        # one message for all parts; torch names the source by its rank in the job
         dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
         if group.rank() == 0:
             ledger.record_uncompressed(

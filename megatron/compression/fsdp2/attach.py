@@ -143,6 +143,7 @@ class Fsdp2Compression:
         self.gathers: list[WeightGather] = []
         self.reduces: list[GradientReduce] = []
         self._slots: list[Slots] = []
+        # What has happened since the last pass; see _begin_pass.
         self._has_begun = False
         self._has_stepped = False
         self._weights_changed = True
@@ -151,8 +152,10 @@ class Fsdp2Compression:
         weights = run.policy.rule("dp.weight").codec
         gradients = run.policy.rule("dp.gradient").codec
         self.groups = parameter_groups(model)
+        # Everything is refused before anything is changed.
         for group in self.groups:
             check_supported(group, weights, gradients)
+        # In the order of the modules, the same on all ranks of a group: finding a topology is collective.
         for group in self.groups:
             for process_group in filter(None, (group.shard_group, group.replica_group)):
                 if process_group not in self.topologies:
@@ -179,6 +182,7 @@ class Fsdp2Compression:
         if group.replica_group is not None:
             replicas = self.topologies[group.replica_group]
             over_replicas = GradientSums(group, replicas, self.run, False, is_copy)
+        # Before the slots are filled: it reads the hook that the user has set.
         gather = WeightGather(group, shards, self.run, is_copy, self._before_gather)
         reduce = GradientReduce(group, over_shards, over_replicas)
         sum_replicas = reduce.sum_replicas if over_replicas is not None else None
@@ -252,6 +256,7 @@ class Fsdp2Compression:
                 compression.audit.abandon()  # what this model sends is not in its ledger
         if self._has_begun and not self._has_stepped:
             return
+        # Once a step: public setters may have been called since.
         self._has_begun = True
         for slots in self._slots:
             slots.check()
@@ -268,6 +273,7 @@ class Fsdp2Compression:
     def _say_if_nothing_is_compressed(self) -> None:
         """After the first compressed iteration: say so where the compressor left out all gradients."""
         rule = self.run.policy.rule("dp.gradient")
+        # the first iteration that was to be compressed has just ended
         if self.iteration != rule.start_iteration + 1:
             return
         sent = self.run.ledger.totals()["dp.gradient"]
@@ -283,6 +289,7 @@ class Fsdp2Compression:
         codec, _ = self.run.policy.decide("dp.weight")
         if codec is None or not codec.lossless:
             return
+        # Megatron's own count, in a run of its: its optimizer may hold parameters that nobody knows.
         iteration = self.run.policy.iteration()
         if self._weights_changed or iteration != self._iteration_asked:
             self._weights_changed = False
@@ -326,6 +333,7 @@ class Fsdp2Compression:
             all_sent += sent
             all_uncompressed += uncompressed
         ratio = all_uncompressed / all_sent if all_sent else 1
+        # One gather and one reduction are under way at a time.
         payloads = max(gather.buffer_bytes for gather in self.gathers)
         payloads += max(sums.buffer_bytes() for reduce in self.reduces for sums in reduce.sums)
         memory = sum(values.nbytes for values in self.state_dict().values())
@@ -353,6 +361,7 @@ class Fsdp2Compression:
         Raises:
             CompressionConfigError: the state is of another number of ranks, other settings or another model.
         """
+        # a name that only a job of more ranks has
         more_ranks = f"rank{dist.get_world_size()}."
         if any(name.startswith(more_ranks) for name in state):
             raise CompressionConfigError(_other_memory("is of more ranks"))
@@ -372,6 +381,7 @@ class Fsdp2Compression:
         """Return the syncs by a prefix that names this rank; empty where the compressor remembers nothing."""
         if not getattr(self.run.policy.rule("dp.gradient").codec, "has_memory", False):
             return {}
+        # Groups without gradients have no memory.
         every_sum = [sums for reduce in self.reduces for sums in reduce.sums if sums.numel]
         return {
             f"rank{dist.get_rank()}.{number}": sums.built(sums.numel)[0]

@@ -71,6 +71,7 @@ class Copies:
         values = self._taken(shard[None])
         gathered = values.new_empty((self.topology.world_size, values.shape[1]))
         self._count("all_gather", gathered.nbytes)
+        # not by the transport: its payloads are bytes of a codec, to the ledger and its audit
         pending = dist.all_gather_into_tensor(
             gathered.view(-1), values.view(-1), self.topology.group, async_op=True
         )
@@ -146,7 +147,7 @@ def copies_in(
     position = 0
     for parameter, size in zip(group.parameters, group.shard_sizes, strict=True):
         if with_gradients and not parameter.requires_grad:
-            continue
+            continue  # FSDP leaves a frozen parameter out of the row
         end = position + size
         if size and is_copy(parameter):
             if spans and spans[-1][1] == position:
@@ -155,5 +156,5 @@ def copies_in(
                 spans.append((position, end))
         position = end
     if topology.world_size == 1:
-        spans = []
+        spans = []  # nothing is sent
     return Copies(tuple(spans), topology, ledger, traffic)

@@ -114,6 +114,7 @@ class GradientSums:
         Raises:
             CompressionConfigError: these are fewer than all, and the compressor is not a codec.
         """
+        # A codec has no state, so it may be built for each number that passes give.
         if numel not in self._built:
             compressor = self.run.policy.rule(TRAFFIC).codec
             if numel != self.numel and not isinstance(compressor, CodecGradients):
@@ -139,6 +140,7 @@ class GradientSums:
             scale: what the sum is multiplied by.
         """
         sync, bucket = self.built(gradients.numel())
+        # Started first: it reads the gradients, which the sum overwrites.
         exact = None
         if self.copies and self.sharded:
             rows = gradients.view(self.topology.world_size, -1)
@@ -146,6 +148,7 @@ class GradientSums:
         elif self.copies:
             exact = self.copies.sum_everywhere(gradients, scale)
         bucket.scale = scale
+        # FSDP runs this on its own stream, and overlaps it there: nothing is gained by waiting later.
         sync.start(gradients).wait()
         total = bucket.shard_of(gradients) if self.sharded else gradients
         if exact is not None:
@@ -197,6 +200,7 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
             divisor = 1
         else:  # NCCL's, which multiplies before it adds
             divisor = self.group.divide_factor
+        # The sum is in fp32 and rounded once; FSDP would divide by parts before and after.
         output_tensor.copy_(self.over_shards.sum(input_tensor, 1 / divisor))
         return None
 
@@ -206,12 +210,13 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
             # FSDP keeps it for its own all-reduce alone
             row.record_stream(torch.cuda.current_stream())
         if self._partial is not None:
-            row += self._partial
+            row += self._partial  # of passes that were reduced over the shards alone
             self._partial = None
         if not self.group.sums_all_replicas:
             self._partial = row.clone()  # a later pass sends it as well
             row.zero_()
             return
+        # With set_gradient_divide_factor the reduce-scatter has divided by all of it already.
         has_whole_divisor = self.group.divide_factor is not None
         replicas = self.over_replicas
         assert replicas is not None, "the hook is set under HSDP alone"

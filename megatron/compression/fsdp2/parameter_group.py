@@ -219,7 +219,7 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     paths = {module: name for name, module in model.named_modules()}
     states = [module._get_fsdp_state() for module in paths if isinstance(module, FSDPModule)]
     groups = []
-    for state in dict.fromkeys(states):  # modules may share one
+    for state in dict.fromkeys(states):  # modules that were wrapped together share one
         for fsdp in _groups_of(state):
             _check_names(fsdp)
             infos = [shard._module_info for shard in fsdp.fsdp_params]
@@ -291,6 +291,7 @@ class Slots:
             self._replace("_all_reduce_hook", sum_replicas)
 
     def _replace(self, name: str, ours: Any) -> None:
+        # By name, past the public setters: from torch 2.13 on they refuse a module with several groups.
         self._replaced[name] = (ours, getattr(self.group.fsdp, name))
         setattr(self.group.fsdp, name, ours)
 
@@ -301,6 +302,7 @@ class Slots:
             CompressionConfigError: a slot holds something else.
         """
         for name, setter in _SETTERS.items():
+            # Equal, not identical: a bound method is made anew each time it is read.
             if name in self._replaced and getattr(self.group.fsdp, name) != self._replaced[name][0]:
                 raise CompressionConfigError(
                     f"{setter} of {self.group} has replaced what attach() had put there, and it would be left "

@@ -67,6 +67,7 @@ class WeightGather(AllGatherOfCompression):
 
     def overflow(self, codec: Codec) -> Tensor:
         """Encode this rank's shard: uint8 ``[]`` on the device, 1 where it does not fit its payload."""
+        # What is looked at now counts as known.
         self._versions = self.group.versions()
         (dtype,) = self.group.gather_dtypes
         return codec.overflow_flag(codec.encode(self.group.shard(dtype)[None]))
@@ -82,6 +83,7 @@ class WeightGather(AllGatherOfCompression):
         """
         if self.group.versions() == self._versions:
             return
+        # A module that did not fit before is gathered uncompressed, whatever it holds.
         if self.fits and bool(self.overflow(codec)):
             raise RuntimeError(
                 f"weights of {self.group} were changed between two passes without a step of their optimizer, "
@@ -125,8 +127,10 @@ class WeightGather(AllGatherOfCompression):
         """Start to gather every rank's ``[n]`` by a codec into ``[W, n]``, of which ``shard`` is a row."""
         ledger = self.run.ledger
         self.topology.record_plain(ledger, TRAFFIC, "all_gather", rows.nbytes)
+        # One row: the shard is encoded as a whole, over the ends of its parameters.
         payload = codec.encode(shard[None])
         if codec.lossless:
+            # read with the next question to the ranks: no gather waits for the host
             self.misfit |= codec.overflow_flag(payload)
         copies = None
         if self.copies and not codec.lossless:

@@ -61,8 +61,8 @@ def predict_with_own_layers() -> None:
     """
     gpt = importlib.import_module("megatron.training.models.gpt")
 
-    def run(result: Any, given: dict) -> None:
-        block = given["transformer_layer_spec"]
+    def run(result: Any, arguments: dict) -> None:
+        block = arguments["transformer_layer_spec"]
         for parts in (
             [layer.submodules for layer in result.layer_specs] if result is not None else []
         ):
@@ -133,9 +133,9 @@ def build_gpt2_from_its_files() -> None:
     """
     from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer as library
 
-    def build(init, self, tokenizer_path, vocab_file=None, merges_file=None, **others):
+    def build(init, self, tokenizer_path, vocab_file=None, merges_file=None, **more):
         if tokenizer_path != _GPT2 or not (vocab_file and merges_file):
-            return init(self, tokenizer_path, vocab_file, merges_file, **others)
+            return init(self, tokenizer_path, vocab_file, merges_file, **more)
         # The hub's gpt2 as a folder: what AutoTokenizer finds there decides, whatever its version.
         with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as name:
             folder = Path(name)
@@ -146,7 +146,7 @@ def build_gpt2_from_its_files() -> None:
                 json.dumps({"tokenizer_class": "GPT2Tokenizer"})
             )
             with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=name):
-                return init(self, tokenizer_path, vocab_file, merges_file, **others)
+                return init(self, tokenizer_path, vocab_file, merges_file, **more)
 
     parameters = ("self", "tokenizer_path", "vocab_file", "merges_file")
     around(library.MegatronHFTokenizer, "__init__", parameters, build, lasting=True)
@@ -231,6 +231,7 @@ def prime(optimizer: "torch.optim.Optimizer | None", config: Any = None) -> None
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            # reading makes an empty state; what has stepped keeps its own
             if not optimizer.state[parameter]:
                 optimizer.state[parameter].update(make(group, parameter))
 
@@ -281,6 +282,7 @@ def _loaded_in_place(original, self, model_sharded_state_dict, is_loading=False,
         original, self, model_sharded_state_dict, is_loading, *args, **kwargs
     )
     if is_loading:
+        # It comes back with what was read, so that no list of waiting optimizers is needed.
         state[_WRAPPER] = LocalNonpersistentObject(self)
     return state
 
@@ -304,6 +306,7 @@ def _restore_steps(wrapper: Any, saved: dict) -> None:
         "optimizer", saved
     )  # a mixed-precision optimizer's has more beside it
     step = optimizer_state["state"].get("common_step")
+    # The moments and masters have been read into their tensors; this is what is no sharded tensor.
     if step is not None:  # torch's, a tensor for each parameter
         with torch.no_grad():
             for state in wrapper.optimizer.state.values():

@@ -108,6 +108,7 @@ def shares_of(bucket: GradientBucket, layers: frozenset[str]) -> list[Share]:
     if bucket.sharded:
         size = bucket.numel // ranks
         return [_share_between(compressed, exact, rank * size, size) for rank in range(ranks)]
+    # Every rank holds all of the sum, so how it is cut does not matter to Megatron: equally.
     piece = ceil_div(numel_of(compressed), ranks)
     if piece < SMALLEST:
         exact = merged([*compressed, *exact])
@@ -223,6 +224,7 @@ class Part:
     def _remember(self, left_out: torch.Tensor, exponents: torch.Tensor) -> None:
         """Remember what was left out, unless an exponent says that the step is skipped for a NaN or an
         infinity."""
+        # Decided on the device. The gradients of a skipped step are lost, as without compression.
         is_skipped = (exponents == NON_FINITE).any()
         self.memory = torch.where(is_skipped, self.memory, left_out)
 
@@ -261,6 +263,7 @@ class SketchPart(Part):
     def add_memory(self, values: torch.Tensor) -> torch.Tensor | None:
         super().add_memory(values)
         self.thresholds, classes = count_sketch.candidates(self.values, self.keep)
+        # Rows of all ranks must have one grid, or their codes could not be added.
         exponents = count_sketch.row_exponents(self.values, self.layout)
         return torch.cat([exponents, classes], dim=1)
 
@@ -268,6 +271,7 @@ class SketchPart(Part):
         rows = self.layout.rows
         self.exponents = metadata[:, :rows].contiguous()
         classes = metadata[:, rows:]
+        # The same on all ranks: a share whose union still fits the sketch.
         threshold = count_sketch.choose(self.thresholds, classes, self.layout.exact_density)
         values, self.values, self.thresholds = self.values, None, None  # memory of one iteration
         # what is not sent is left in ``values``

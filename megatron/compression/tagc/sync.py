@@ -61,6 +61,7 @@ class TagcGradientSync(GradientSync):
         bucket = self.bucket
         flat = bucket.gradients if gradients is None else gradients
         compressed = sum(share.compressed_numel for share in self.shares)
+        # For the ledger; exact values are counted as they are sent.
         if compressed:
             bucket.record_plain(compressed * flat.element_size())
         # Without the distributed optimizer the exact values are one all-reduce, in their own type.
@@ -98,8 +99,10 @@ class TagcGradientSync(GradientSync):
         asked = [values for values in metadata if values is not None]
         if not asked:  # the parts of a sync are of one kind: all ask, or none
             return metadata, None
+        # One all-reduce for all parts: metadata are some hundred bytes each.
         joined = torch.cat([values.view(-1) for values in asked])
         pieces = joined.split([values.numel() for values in asked])
+        # Views, which the all-reduce fills in place.
         views = [piece.view_as(values) for piece, values in zip(pieces, asked, strict=True)]
         return [*views], self.bucket.all_reduce(joined, op=dist.ReduceOp.MAX)
 
@@ -121,6 +124,7 @@ class TagcGradientSync(GradientSync):
         if topology.two_hops:
             return self._inside_node(flat, payloads, exact_bytes)
         received, work = start_to_owners(payloads, exact_bytes, bucket)
+        # Shares are the same on all ranks, so every sender's payload for this rank looks alike.
         exact_here = exact_bytes[topology.rank]
         return Work(work, lambda: self._finish(flat, received, exact_here, flat.dtype, 1))
 
@@ -151,6 +155,7 @@ class TagcGradientSync(GradientSync):
             sums = []
             sum_exact_bytes = []
             position = 0
+            # What came is one payload after the other, for the owners with this rank's index.
             for owner in owners_of_index[topology.index]:
                 end = position + payloads[owner].numel()
                 payload, size = self._node_sum(
@@ -294,6 +299,7 @@ def joined_payload(exact: Tensor | None, wire: Tensor | None, like: Tensor) -> t
     pieces = []
     exact_bytes = 0
     if exact is not None:
+        # Rows of ALIGNMENT bytes travel, and a wire begins at one: kernels read whole words.
         raw = exact.view(torch.uint8)
         padded = torch.nn.functional.pad(raw, (0, -raw.numel() % ALIGNMENT))
         exact_bytes = padded.numel()
