@@ -133,9 +133,11 @@ def test_refusals(megatron: dict, reason: str) -> None:
     with pytest.raises(CompressionConfigError, match=reason) as error:
         resolve(parsed(*HALVES, **megatron))
     assert "\n" not in str(error.value) and HALVES[-1] in str(error.value)
-    with pytest.raises(
-        CompressionConfigError, match=r"--caat-net-sync-fraction 0\.5 has layers that"
-    ):
+
+
+def test_halves_of_a_caat_net_are_refused() -> None:
+    reason = r"--caat-net-sync-fraction 0\.5 has layers that"
+    with pytest.raises(CompressionConfigError, match=reason):
         resolve(parsed(*HALVES, "--caat-net-sync-fraction", "0.5"))
 
 
