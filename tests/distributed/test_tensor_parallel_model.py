@@ -62,11 +62,8 @@ def test_replicas_stay_identical() -> None:
         assert other == hashes
 
 
-def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
-    """Recomputed forwards have the bits of the first; returns what parts of settings meet no site."""
-    from megatron.compression.tensor_parallel.config import TensorParallelConfig
-    from megatron.compression.tensor_parallel.hooks import unmet_parts
-
+def recompute_worker(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Hashes of the MLPs' outputs in two forwards, and in their recomputation."""
     start_model_parallel(world_size)
     model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32, **FULL)
     hashes: list[str] = []
@@ -76,23 +73,48 @@ def recompute_worker(rank: int, world_size: int) -> list[set[str]]:
         )
     losses = [model(**batch(step, rank, BATCH)).mean() for step in range(2)]
     forward = list(hashes)
-    hashes[:] = []
+    hashes.clear()
     for loss in losses:
         loss.backward()
-    assert len(set(forward)) == 2 * LAYERS
-    assert hashes == forward[:LAYERS][::-1] + forward[LAYERS:][::-1], "two micro-batches in flight"
-    some = dict(backward="int8;proj@0=int4", layers="embedding,0")
-    configs = {"compression": BY_SITE}, {"compression": "int8;fc1=int4;fc2@embedding=int4", **some}
-    return [unmet_parts([model], TensorParallelConfig(**config)) for config in configs]
+    return forward, hashes
 
 
-def test_recomputation_and_parts_that_meet_no_site() -> None:
+def test_recomputed_forwards_have_the_bits_of_the_first() -> None:
+    """Of two micro-batches in flight, whose layers are recomputed from the last to the first."""
+    for forward, recomputed in spawn(recompute_worker, 2):
+        assert len(set(forward)) == 2 * LAYERS
+        assert recomputed == forward[:LAYERS][::-1] + forward[LAYERS:][::-1]
+
+
+def unmet_parts_worker(rank: int, world_size: int, settings: dict) -> set[str]:
+    """The parts of these settings that name nothing which the tiny model sends, by their flags."""
+    from megatron.compression.names import FLAG_NAMES
+    from megatron.compression.tensor_parallel.config import TensorParallelConfig
+    from megatron.compression.tensor_parallel.hooks import unmet_parts
+
+    start_model_parallel(world_size)
+    model = build_tiny_gpt(rank, world_size, run_with(BY_SITE), torch.float32)
+    parts = unmet_parts([model], TensorParallelConfig(**settings))
+    return {FLAG_NAMES.resolve(part) for part in parts}
+
+
+def test_parts_of_settings_that_meet_sites() -> None:
+    assert spawn(unmet_parts_worker, 2, {"compression": BY_SITE}) == [set(), set()]
+
+
+def test_parts_of_settings_that_meet_no_site() -> None:
     """Without sequence parallelism fc1 sends nothing forward, and the projection nothing backward."""
-    idle = {
-        f"--tp-compression {part}"
-        for part in ("fc1=int4", "fc2@embedding=int4", "BACKWARD proj@0=int4")
+    settings = {
+        "compression": "int8;fc1=int4;fc2@embedding=int4",
+        "backward": "int8;proj@0=int4",
+        "layers": "embedding,0",
     }
-    assert spawn(recompute_worker, 2) == [[set(), idle]] * 2
+    unmet = {
+        "--tp-compression fc1=int4",
+        "--tp-compression fc2@embedding=int4",
+        "--tp-compression BACKWARD proj@0=int4",
+    }
+    assert spawn(unmet_parts_worker, 2, settings) == [unmet, unmet]
 
 
 def recomputed_mlp_worker(rank: int, world_size: int) -> None:
