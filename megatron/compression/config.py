@@ -8,8 +8,8 @@
         start_iteration=100,
     )
 
-On the command line that is ``--taco --dp-compression int8 lossless --compression-start-iteration 100``:
-``flags.resolve`` makes the same object of it.
+On the command line that is ``--taco --dp-compression int8 lossless --compression-start-iteration
+100``: ``flags.resolve`` makes the same object of it.
 """
 
 import dataclasses
@@ -48,7 +48,8 @@ ACTIVATIONS = tuple(name for name in PARALLELISMS if name != "data_parallel")
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """What is compressed and how. Built by ``flags.resolve`` or by hand; plain values all the way down."""
+    """What is compressed and how. Built by ``flags.resolve`` or by hand; plain values all the way
+    down."""
 
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline_parallel: PipelineParallelConfig = field(default_factory=PipelineParallelConfig)
@@ -60,36 +61,38 @@ class CompressionConfig:
     # What is measured at the start (--compression auto)
 
     auto: tuple[str, ...] = ()
-    """Dimensions (names of the fields above) that are decided at the start, by timing the run's own messages
-    (``--compression auto``)."""
+    """Dimensions (names of the fields above) that are decided at the start, by timing the run's own
+    messages (``--compression auto``)."""
 
     loss_budget: float | None = documented(
         None,
-        "How much validation loss --compression auto may spend over all dimensions together, in percent "
-        "(default: 0.1).",
+        "How much validation loss --compression auto may spend over all dimensions together, in "
+        "percent (default: 0.1).",
     )
 
     # When compression is on
 
     start_iteration: int | None = documented(
         None,
-        "Number of uncompressed iterations at the start (default: 0; TAGC: a fifth of the run, at most 1000).",
+        "Number of uncompressed iterations at the start (default: 0; TAGC: a fifth of the run, at "
+        "most 1000).",
     )
 
     # How payloads travel
 
     transport: TransportChoice = documented(
         "auto",
-        "How payloads travel; the results have the same bits. collective = torch.distributed. symmetric = "
-        "one kernel for each collective, over the memory of the GPUs of one host with peer access; tensor and "
-        "context parallelism only. host = through pinned host memory by the copy engines (only between GPUs "
-        "of one host). auto = symmetric where possible, host on a host without peer access, else collective.",
+        "How payloads travel; the results have the same bits. collective = torch.distributed. "
+        "symmetric = one kernel for each collective, over the memory of the GPUs of one host with "
+        "peer access; tensor and context parallelism only. host = through pinned host memory by "
+        "the copy engines (only between GPUs of one host). auto = symmetric where possible, host "
+        "on a host without peer access, else collective.",
     )
 
     communicators: int = 0
-    """Communicators over which torch.distributed sends each payload, a share on each: one alone does not
-    fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere. A command line sets it by
-    MEGATRON_COMPRESSION_COMMUNICATORS."""
+    """Communicators over which torch.distributed sends each payload, a share on each: one alone
+    does not fill a TCP link. 0 takes 2 where the links are TCP and 1 elsewhere. A command line sets
+    it by MEGATRON_COMPRESSION_COMMUNICATORS."""
 
     # What guards and reports a run
 
@@ -106,7 +109,8 @@ class CompressionConfig:
     report: str | None = documented(None, "Folder that the report is written to.")
 
     def __post_init__(self) -> None:
-        """Check the values. Raises: SettingError: one is impossible, or would silently do nothing."""
+        """Check the values. Raises: SettingError: one is impossible, or would silently do
+        nothing."""
         with spelled(PYTHON_NAMES):
             self._check_values()
             self._refuse_idle()
@@ -153,7 +157,8 @@ class CompressionConfig:
             )
 
     def _refuse_idle(self) -> None:
-        """Refuse a setting that is given and that nothing uses: a slip, or a script whose flag is missing."""
+        """Refuse a setting that is given and that nothing uses: a slip, or a script whose flag is
+        missing."""
         tensor = setting("tensor_parallel.compression")
         stages = setting("pipeline_parallel.compression")
         experts = setting("expert_parallel.compression")
@@ -176,8 +181,8 @@ class CompressionConfig:
             self._refuse_idle_transport()
 
     def _refuse_idle_transport(self) -> None:
-        """Refuse a transport that nothing travels by: the kernels of ``symmetric`` send neither buckets of
-        gradients nor tokens, and none but torch.distributed sends between stages."""
+        """Refuse a transport that nothing travels by: the kernels of ``symmetric`` send neither
+        buckets of gradients nor tokens, and none but torch.distributed sends between stages."""
         if self.transport == "symmetric":
             _require_user("transport", self._layers_compress, _LAYERS, self.transport)
             return
@@ -230,19 +235,21 @@ class CompressionConfig:
         return {**dataclasses.asdict(self), "auto": list(self.auto)}
 
     def disable_user_buffers(self, args: Namespace) -> list[str]:
-        """Switch ``--tp-comm-overlap`` off in Megatron's arguments where it would send past the codecs.
+        """Switch ``--tp-comm-overlap`` off in Megatron's arguments where it would send past the
+        codecs.
 
         Returns: a line for the log if that was done.
         """
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
-        # The flag has a dozen companions, tp_comm_overlap_ag, tp_comm_bulk_dgrad and so on, each a buffer.
+        # The flag has a dozen companions, tp_comm_overlap_ag, tp_comm_bulk_dgrad and so on, each a
+        # buffer.
         for name, value in list(vars(args).items()):
             if name.startswith("tp_comm_") and value is True:
                 setattr(args, name, False)
         return [
-            "--tp-comm-overlap is switched off: its userbuffers send past the codecs. Leave it out to "
-            "silence this line"
+            "--tp-comm-overlap is switched off: its userbuffers send past the codecs. Leave it "
+            "out to silence this line"
         ]
 
     def describe(self, args: Namespace, names: Names | None = None) -> list[str]:
@@ -250,8 +257,8 @@ class CompressionConfig:
 
         Args:
             args: Megatron's arguments.
-            names: what the user types for settings; by default the flags of the command line, ``--taco``
-                among them where ``args`` has it.
+            names: what the user types for settings; by default the flags of the command line,
+                ``--taco`` among them where ``args`` has it.
         """
         lines = [line for part in self.dimensions for line in part.lines(args)]
         lines += self.caat_net.lines(args)
@@ -271,7 +278,8 @@ class CompressionConfig:
             lines.append(f"iterations 1 to {self.start_iteration} are uncompressed")
         if self.error_bound is not None:
             lines.append(
-                f"a layer whose relative error exceeds {self.error_bound:g} is sent uncompressed from then on"
+                f"a layer whose relative error exceeds {self.error_bound:g} is sent uncompressed "
+                "from then on"
             )
         if self.validate_uncompressed:
             flag = setting("validate_uncompressed")
@@ -303,7 +311,8 @@ def _require_user(path: str, used: bool, users: str, value: str | None = None) -
 
 
 def names_on_command_line(args: Namespace) -> Names:
-    """The flags that a user has typed: ``--taco`` stands for ``--tp-compression`` where it was given."""
+    """The flags that a user has typed: ``--taco`` stands for ``--tp-compression`` where it was
+    given."""
     if getattr(args, "taco", None) is None:
         return FLAG_NAMES
     return Names({**FLAG_NAMES.settings, "tensor_parallel.compression": "--taco"})
@@ -337,7 +346,8 @@ def train_iterations(args: Namespace) -> int | None:
     """Return how long the run is, in iterations; None where Megatron's flags leave it open."""
     iterations = getattr(args, "train_iters", None)
     samples = getattr(args, "train_samples", None)
-    # Megatron sets train_iters itself only after the ranks know each other; settings are read before.
+    # Megatron sets train_iters itself only after the ranks know each other; settings are read
+    # before.
     if iterations or not samples or not args.global_batch_size:
         return iterations
     if getattr(
@@ -375,7 +385,8 @@ def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _as_typed(config: dict[str, Any], paths: tuple[str, ...]) -> str:
-    """The values that a stored config has for a flag, as one types them; empty where it is older than the flag."""
+    """The values that a stored config has for a flag, as one types them; empty where it is older
+    than the flag."""
     values = []
     for path in paths:
         part, _, name = path.rpartition(".")

@@ -1,4 +1,5 @@
-"""What every dimension of parallelism has in common: its settings, and what it attaches to a model."""
+"""What every dimension of parallelism has in common: its settings, and what it attaches to a
+model."""
 
 import math
 from abc import ABC, abstractmethod
@@ -62,12 +63,15 @@ class Dimension:
         self.config = config
 
     def refusal(self, chunks: list[torch.nn.Module]) -> str | None:
-        """The first reason why ``attach`` would refuse these chunks with compression on, or None."""
+        """The first reason why ``attach`` would refuse these chunks with compression on, or
+        None."""
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Hook into the chunks of this stage, before they are wrapped. Collective where compression is on.
+        """Hook into the chunks of this stage, before they are wrapped. Collective where compression
+        is on.
 
-        Raises: CompressionConfigError: compression is on and a layer communicates in a way not covered.
+        Raises: CompressionConfigError: compression is on and a layer communicates in a way not
+        covered.
         """
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:
@@ -77,8 +81,8 @@ class Dimension:
         """Put what a resume needs, or where to load it to, into a checkpoint's state dict."""
 
     def loaded(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``add_state`` saved. Called with every state dict that is read: first with the plain
-        values alone, then with everything."""
+        """Take over what ``add_state`` saved. Called with every state dict that is read: first with
+        the plain values alone, then with everything."""
 
 
 def codec_of(spec: str | None, path: str) -> Codec | None:
@@ -147,9 +151,9 @@ class DimensionConfig(ABC):
 
     min_mb: float | None = documented(
         None,
-        "Smallest message that is compressed, in MiB of the uncompressed tensor over all ranks. Below some "
-        "size compression costs more time than it saves. 0 compresses everything (default: 8 for tensor "
-        "parallelism, 0 elsewhere).",
+        "Smallest message that is compressed, in MiB of the uncompressed tensor over all ranks. "
+        "Below some size compression costs more time than it saves. 0 compresses everything "
+        "(default: 8 for tensor parallelism, 0 elsewhere).",
     )
 
     default_min_mb: ClassVar[float] = 0.0
@@ -164,7 +168,8 @@ class DimensionConfig(ABC):
         Raises: SettingError: an impossible value.
         """
         with spelled(PYTHON_NAMES):
-            # A recipe that changes in a later version must not change a stored run, so its codecs are kept.
+            # A recipe that changes in a later version must not change a stored run, so its codecs
+            # are kept.
             first, second = expand(self.parallelism.name, self.compression, self.second_spec)
             # A frozen dataclass: this is the only place that sets its fields.
             object.__setattr__(self, "compression", first)
@@ -260,7 +265,8 @@ class ActivationConfig(DimensionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SentOnce(ActivationConfig):
-    """A dimension whose messages are encoded once in each direction: no sum is encoded again after them."""
+    """A dimension whose messages are encoded once in each direction: no sum is encoded again after
+    them."""
 
     messages: ClassVar[str]
     """What is sent, for errors."""

@@ -50,8 +50,9 @@ _LOST_PEER = {
 
 Explanation = Callable[[BaseException, Namespace | None], str | None]
 
-# Megatron raises bare assertions and KeyErrors for what a user mistyped, as for its own bugs. The function that
-# an exception came through tells them apart: one from validate_args is about the command line.
+# Megatron raises bare assertions and KeyErrors for what a user mistyped, as for its own bugs. The
+# function that an exception came through tells them apart: one from validate_args is about the
+# command line.
 _EXPLANATIONS: dict[str, Explanation] = {}
 """Function -> what explains an exception that comes through it."""
 
@@ -75,10 +76,11 @@ class CompressionConfigError(InputError):
 
 
 class SettingError(CompressionConfigError):
-    """A setting, or an argument of Megatron's, that cannot be honoured: which, its value, why, and the fix.
+    """A setting, or an argument of Megatron's, that cannot be honoured: which, its value, why, and
+    the fix.
 
-    The text is one line, ``NAME VALUE REASON; FIX``, in the words of the front end that the user came
-    through. Reason and fix mention other settings and Megatron's arguments by reference.
+    The text is one line, ``NAME VALUE REASON; FIX``, in the words of the front end that the user
+    came through. Reason and fix mention other settings and Megatron's arguments by reference.
 
         raise SettingError(
             "tensor_parallel.overlap",
@@ -87,15 +89,16 @@ class SettingError(CompressionConfigError):
             f"give local, or drop {setting('tensor_parallel.overlap')}",
         )
 
-    On the command line that is "--tp-compression-overlap halves needs --transformer-impl local: other layers
-    wait for a sum; give local, or drop --tp-compression-overlap". In Python the first words are
-    "TensorParallelConfig.overlap halves".
+    On the command line that is "--tp-compression-overlap halves needs --transformer-impl local:
+    other layers wait for a sum; give local, or drop --tp-compression-overlap". In Python the first
+    words are "TensorParallelConfig.overlap halves".
 
     Args:
-        path: the place of the setting in ``CompressionConfig``, or ``args.NAME`` for Megatron's argument.
+        path: the place of the setting in ``CompressionConfig``, or ``args.NAME`` for Megatron's
+            argument.
         value: what the user gave, as typed; None where the name alone is shown, as for a switch.
-        reason: what is wrong. It goes on from the value (``is unknown``); a sentence of its own begins with a
-            colon (``: codec 'int' is unknown``).
+        reason: what is wrong. It goes on from the value (``is unknown``); a sentence of its own
+            begins with a colon (``: codec 'int' is unknown``).
         fix: what the user can do, in the imperative; empty where the reason says it.
     """
 
@@ -109,7 +112,8 @@ class SettingError(CompressionConfigError):
         self.fix = fix
 
     def __str__(self) -> str:
-        # megatron-core makes another exception of a module's, of the same type, from its text alone.
+        # megatron-core makes another exception of a module's, of the same type, from its text
+        # alone.
         if self.reason is None:
             return self.path
         text = self.names.of(self.path)
@@ -180,8 +184,8 @@ def require_extra(module: str, extra: str, needed_by: str) -> None:
 def fail(message: str) -> NoReturn:
     """Print ``error: message`` and end this process with status 2, without a trace.
 
-    Every rank usually has the same problem, so the others wait for rank 0, after which the launcher kills
-    them; one that is still alive found something that rank 0 did not see.
+    Every rank usually has the same problem, so the others wait for rank 0, after which the launcher
+    kills them; one that is still alive found something that rank 0 did not see.
     """
     rank = int(os.environ.get("RANK", "0"))
     # A launcher ends all ranks when the first has failed, so a line that all have is printed once.
@@ -196,16 +200,17 @@ def fail(message: str) -> NoReturn:
 
 
 def _fail_after_the_others(message: str) -> NoReturn:
-    """End like ``fail``, but after a rank that has died: the launcher has noticed it by then, has ended this
-    process, and names that rank and its error as the cause."""
+    """End like ``fail``, but after a rank that has died: the launcher has noticed it by then, has
+    ended this process, and names that rank and its error as the cause."""
     if int(os.environ.get("RANK", "0")) == 0:
         time.sleep(PEER_GRACE_SECONDS)
     fail(message)
 
 
 def _write_error_file(line: str) -> None:
-    """Give torchrun a line about this process: it shows that of the rank that failed first, and compares
-    the times in these files (of a rank without a file the time at which it was found dead)."""
+    """Give torchrun a line about this process: it shows that of the rank that failed first, and
+    compares the times in these files (of a rank without a file the time at which it was found
+    dead)."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The format is that of torch.distributed.elastic's error handler.
         more = {"py_callstack": line, "timestamp": str(int(time.time()))}
@@ -214,8 +219,8 @@ def _write_error_file(line: str) -> None:
 
 
 def _report_to_launcher(error: BaseException) -> None:
-    """Give torchrun the type, first line and place of an exception that keeps its trace: without them it
-    would show another rank, which fails because this one is gone."""
+    """Give torchrun the type, first line and place of an exception that keeps its trace: without
+    them it would show another rank, which fails because this one is gone."""
     if isinstance(error, SystemExit):
         if error.code not in (None, 0):
             _write_error_file(f"sys.exit({error.code!r})")
@@ -230,7 +235,8 @@ def _report_to_launcher(error: BaseException) -> None:
 
 
 def end_with_one_line() -> None:
-    """Let an ``InputError`` that the script does not catch end it with its line; others keep their trace."""
+    """Let an ``InputError`` that the script does not catch end it with its line; others keep their
+    trace."""
     # The hook is a partial of _one_line, which calls the hook before it.
     is_ours = getattr(sys.excepthook, "func", None) is _one_line
     if not is_ours:  # once, however many parsers are made
@@ -249,8 +255,9 @@ def _one_line(
 
 
 def explains(*functions: str) -> Callable[[Explanation], Explanation]:
-    """Have the decorated ``explanation(error, args)`` give the line for exceptions that come through one of
-    these functions, or None; ``args`` is the parsed command line, None where parsing itself failed."""
+    """Have the decorated ``explanation(error, args)`` give the line for exceptions that come
+    through one of these functions, or None; ``args`` is the parsed command line, None where parsing
+    itself failed."""
 
     def register(explanation: Explanation) -> Explanation:
         _EXPLANATIONS.update(dict.fromkeys(functions, explanation))
@@ -260,7 +267,8 @@ def explains(*functions: str) -> Callable[[Explanation], Explanation]:
 
 
 def explain(error: BaseException, args: Namespace | None = None) -> str | None:
-    """One line for an exception that the command line, a full disk or a lost peer caused, else None.
+    """One line for an exception that the command line, a full disk or a lost peer caused, else
+    None.
 
     Args:
         error: what was raised.
@@ -280,7 +288,8 @@ def explain(error: BaseException, args: Namespace | None = None) -> str | None:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """The line for an exception whose reason is another rank that died, or does not answer; else None."""
+    """The line for an exception whose reason is another rank that died, or does not answer; else
+    None."""
     if isinstance(error, RuntimeError):
         for text, line in _LOST_PEER.items():
             if text in str(error):
@@ -299,7 +308,8 @@ def came_through(error: BaseException, function: str) -> bool:
 
 
 def raised_in(error: BaseException, function: str) -> bool:
-    """Return whether a function of this name raised the exception itself, not one that it called."""
+    """Return whether a function of this name raised the exception itself, not one that it
+    called."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].name == function
 

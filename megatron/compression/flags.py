@@ -3,8 +3,8 @@
     parser = add_flags(argparse.ArgumentParser())
     config = resolve(parser.parse_args(["--taco", "--dp-compression", "int8", "lossless", ...]))
 
-A flag's description in ``--help``, its default and its choices are those of the field of ``CompressionConfig``
-that it sets (``names.FLAGS``).
+A flag's description in ``--help``, its default and its choices are those of the field of
+``CompressionConfig`` that it sets (``names.FLAGS``).
 """
 
 import argparse
@@ -61,8 +61,8 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(
         "compression",
         f"SPEC is CODEC[:SETTING=VALUE,...]. CODEC is one of {', '.join(CODECS.names())}; for "
-        f"--dp-compression also {', '.join(compressors)}; none = uncompressed. Recipes are names of tested "
-        "codecs. See docs/choosing.md.",
+        f"--dp-compression also {', '.join(compressors)}; none = uncompressed. Recipes are names "
+        "of tested codecs. See docs/choosing.md.",
     )
     group.add_argument(
         "--compression",
@@ -122,7 +122,8 @@ class _Specs(argparse.Action):
 
 
 def _with_two_values(base: type[argparse.HelpFormatter]) -> type[argparse.HelpFormatter]:
-    """A formatter of ``--help`` that shows one value or two, where argparse would show any number."""
+    """A formatter of ``--help`` that shows one value or two, where argparse would show any
+    number."""
 
     class Formatter(base):  # type: ignore[misc, valid-type]
         def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
@@ -181,7 +182,8 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
 def resolve(args: Namespace) -> CompressionConfig:
     """Make one config of the parsed flags and the environment. Nothing is written into ``args``.
 
-    Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's flags.
+    Raises: CompressionConfigError: a setting that is impossible, alone or together with Megatron's
+    flags.
     """
     with spelled(FLAG_NAMES):
         config = _config_of(args)
@@ -193,7 +195,8 @@ def _config_of(args: Namespace) -> CompressionConfig:
     """The config before it is compared with Megatron's arguments."""
     values = _values_by_part(args)
     values["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
-    # Two settings of the cluster, not of the run: they are variables, so that a job script sets them once.
+    # Two settings of the cluster, not of the run: they are variables, so that a job script sets
+    # them once.
     values["data_parallel"]["node_size"] = from_environment(NODE_SIZE)
     values[""]["communicators"] = from_environment(COMMUNICATORS) or 0
     classes: dict[str, Any] = {
@@ -231,13 +234,15 @@ def _config_of(args: Namespace) -> CompressionConfig:
 
 
 def _is_measured(name: str, config_class: Any, args: Namespace) -> bool:
-    """Return whether ``--compression auto`` decides about a dimension: the three of the paper in any run, so
-    that the log says what they have, context and expert parallelism where they have ranks."""
+    """Return whether ``--compression auto`` decides about a dimension: the three of the paper in
+    any run, so that the log says what they have, context and expert parallelism where they have
+    ranks."""
     return name in TACO_PAPER or config_class.ranks(args) > 1
 
 
 def _values_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
-    """The flags' values by part of the config (empty: its own fields) and field; None where not given."""
+    """The flags' values by part of the config (empty: its own fields) and field; None where not
+    given."""
     values: dict[str, dict[str, Any]] = {}
     for flag, paths in FLAGS.items():
         typed = getattr(args, flag.strip("-").replace("-", "_"))
@@ -267,7 +272,8 @@ def _tensor_parallel_spec(args: Namespace) -> str | None:
 
 
 def _escape_broken_help(parser: ArgumentParser) -> None:
-    """Let ``--help`` work: megatron-core has a help text with a bare percent sign, which argparse formats."""
+    """Let ``--help`` work: megatron-core has a help text with a bare percent sign, which argparse
+    formats."""
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
         try:

@@ -1,8 +1,9 @@
 """What Megatron's own checks of the command line say, in one line with flags, numbers and the fix.
 
-Megatron checks by assertions, many of them bare: ``assert args.hidden_size % args.num_attention_heads == 0``.
-The line of such an assertion is read back from the traceback and told with the values that ``args`` has. Where a
-newcomer needs to hear what to do, ``_SENTENCES`` has a sentence for the message or the condition.
+Megatron checks by assertions, many of them bare: ``assert args.hidden_size %
+args.num_attention_heads == 0``. The line of such an assertion is read back from the traceback and
+told with the values that ``args`` has. Where a newcomer needs to hear what to do, ``_SENTENCES``
+has a sentence for the message or the condition.
 """
 
 import re
@@ -28,8 +29,8 @@ def _world_size(args: Namespace) -> str:
             sizes.append(f"--{name.replace('_', '-')}-size {size}")
     ranks = "1 rank was" if args.world_size == 1 else f"{args.world_size} ranks were"
     return (
-        f"{' times '.join(sizes)} needs a multiple of {needed} ranks, but {ranks} started: torchrun "
-        f"--nproc-per-node {needed}, or lower the sizes"
+        f"{' times '.join(sizes)} needs a multiple of {needed} ranks, but {ranks} started: "
+        f"torchrun --nproc-per-node {needed}, or lower the sizes"
     )
 
 
@@ -49,8 +50,8 @@ def _heads(args: Namespace) -> str:
     divisors = [number for number in range(1, hidden + 1) if hidden % number == 0]
     nearest = min(divisors, key=lambda number: abs(number - heads))
     return (
-        f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: give heads that divide "
-        f"it, such as {nearest}, or the size of a head by --kv-channels"
+        f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: give heads "
+        f"that divide it, such as {nearest}, or the size of a head by --kv-channels"
     )
 
 
@@ -90,7 +91,8 @@ _SENTENCES: dict[str, str | Callable[[Namespace], str]] = {
         f"{args.context_parallel_size}: change one of them"
     ),
 }
-"""Part of a message, or of a bare assertion's condition -> the line, or what makes it of the arguments."""
+"""Part of a message, or of a bare assertion's condition -> the line, or what makes it of the
+arguments."""
 
 
 @explains(
@@ -102,8 +104,8 @@ _SENTENCES: dict[str, str | Callable[[Namespace], str]] = {
     "get_optimizer_param_scheduler",
 )
 def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | None:
-    """The line of one of Megatron's own checks. Where parsing has not returned yet, the arguments are those
-    of the function that checks them."""
+    """The line of one of Megatron's own checks. Where parsing has not returned yet, the arguments
+    are those of the function that checks them."""
     args = args or _checked_arguments(error)
     # No heads, and the like: Megatron divides by them before anybody checks.
     if isinstance(error, ZeroDivisionError):
@@ -142,7 +144,8 @@ def _sentence(message: str, args: Namespace | None) -> str | None:
 
 @explains("parse_and_validate_args")
 def before_the_checks(error: BaseException, args: Namespace | None) -> str | None:
-    """What is asserted before Megatron's own checks, as of --use-checkpoint-args without a checkpoint."""
+    """What is asserted before Megatron's own checks, as of --use-checkpoint-args without a
+    checkpoint."""
     if isinstance(error, AssertionError) and raised_in(error, "parse_and_validate_args"):
         return first_line(error)
     return None
@@ -206,7 +209,8 @@ def _flag(name: str) -> str:
 def _with_flags(message: str, args: Namespace | None) -> str:
     """A message with flags for the names of arguments in it, ``seq_length`` or ``seq-length``."""
 
-    # One word alone, such as "fp16" or "save", may be an ordinary one: only names of several words are flags.
+    # One word alone, such as "fp16" or "save", may be an ordinary one: only names of several words
+    # are flags.
     def flag(match: re.Match) -> str:
         name = match[0].removeprefix("args.").replace("-", "_")
         several_words = "_" in name

@@ -1,9 +1,11 @@
-"""What things are called: the kinds of parallelism, our settings, and Megatron's arguments, in each front end.
+"""What things are called: the kinds of parallelism, our settings, and Megatron's arguments, in each
+front end.
 
-A setting has one path, ``tensor_parallel.backward``, which is its place in ``CompressionConfig``. The user
-of the command line types ``--tp-compression SPEC BACKWARD`` for it, the author of a training loop
-``TensorParallelConfig(backward=...)``, and with Megatron-Bridge it is ``tp=(..., ...)``. Messages for users
-are written with paths, and spelled by the ``Names`` of the front end that the user came through.
+A setting has one path, ``tensor_parallel.backward``, which is its place in ``CompressionConfig``.
+The user of the command line types ``--tp-compression SPEC BACKWARD`` for it, the author of a
+training loop ``TensorParallelConfig(backward=...)``, and with Megatron-Bridge it is ``tp=(...,
+...)``. Messages for users are written with paths, and spelled by the ``Names`` of the front end
+that the user came through.
 
 Nothing heavy is imported here: scripts read the tables without loading torch.
 """
@@ -34,8 +36,9 @@ class Parallelism:
         return self.name.replace("_", " ")
 
 
-# The one place that knows how a kind of parallelism is called: flags, help, the log and reports follow it. A new
-# kind is a row here, a field of CompressionConfig, and its classes of traffic in communication/ledger.py.
+# The one place that knows how a kind of parallelism is called: flags, help, the log and reports
+# follow it. A new kind is a row here, a field of CompressionConfig, and its classes of traffic in
+# communication/ledger.py.
 PARALLELISMS = {
     kind.name: kind
     for kind in (
@@ -46,7 +49,8 @@ PARALLELISMS = {
         Parallelism("data_parallel", "--dp-compression", "dp.", "DataParallelConfig", "weights"),
     )
 }
-"""By name. The order is that of ``--help`` and of the log; data parallelism alone sends no activations."""
+"""By name. The order is that of ``--help`` and of the log; data parallelism alone sends no
+activations."""
 
 COMMUNICATORS = "MEGATRON_COMPRESSION_COMMUNICATORS"
 NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"
@@ -92,8 +96,10 @@ class Names:
     """What one front end's user types for settings and for Megatron's arguments.
 
     Args:
-        settings: path of a setting -> what the user types. A path that is missing is shown as it is.
-        arguments: Megatron's argument -> what the user types; one that is missing is shown as its flag.
+        settings: path of a setting -> what the user types. A path that is missing is shown as it
+            is.
+        arguments: Megatron's argument -> what the user types; one that is missing is shown as its
+            flag.
     """
 
     settings: Mapping[str, str]

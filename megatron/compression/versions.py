@@ -1,7 +1,8 @@
 """Which versions are required, in one place: setup.py and the start-up check read it.
 
-Ranges are what the code is written for; constraints.txt has the versions that every test and number of this
-project was run with. Replaced symbols are checked one by one where they are replaced (``patches``).
+Ranges are what the code is written for; constraints.txt has the versions that every test and number
+of this project was run with. Replaced symbols are checked one by one where they are replaced
+(``patches``).
 """
 
 MEGATRON_CORE_SERIES = "0.19"

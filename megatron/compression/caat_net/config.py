@@ -37,13 +37,15 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class CaatNetConfig:
-    """Partially synchronised tensor parallelism (CAAT-Net, arXiv 2506.19645): another model, less traffic."""
+    """Partially synchronised tensor parallelism (CAAT-Net, arXiv 2506.19645): another model, less
+    traffic."""
 
     sync_fraction: float = documented(
         1.0,
-        "Part of the channels of each row-parallel output (attention projection, fc2) that tensor-parallel "
-        "ranks sum; the others stay private to a rank. 0.5 is the paper's; 1 is ordinary tensor parallelism. "
-        "A checkpoint belongs to its fraction and tensor-parallel size.",
+        "Part of the channels of each row-parallel output (attention projection, fc2) that "
+        "tensor-parallel ranks sum; the others stay private to a rank. 0.5 is the paper's; 1 is "
+        "ordinary tensor parallelism. A checkpoint belongs to its fraction and tensor-parallel "
+        "size.",
     )
 
     def __post_init__(self) -> None:
@@ -52,7 +54,8 @@ class CaatNetConfig:
                 raise SettingError(
                     _PATH,
                     f"{self.sync_fraction:g}",
-                    "must be a part of the channels: above 0, at most 1 (ordinary tensor parallelism)",
+                    "must be a part of the channels: above 0, at most 1 (ordinary tensor "
+                    "parallelism)",
                 )
 
     @property
@@ -80,9 +83,9 @@ class CaatNetConfig:
         if not self.enabled:
             return []
         return [
-            f"CAAT-Net sums {self.shared_channels(args.hidden_size)} of {args.hidden_size} channels of each "
-            f"row-parallel output over {args.tensor_model_parallel_size} ranks. Its checkpoints load with "
-            "the same fraction and the same number of ranks only"
+            f"CAAT-Net sums {self.shared_channels(args.hidden_size)} of {args.hidden_size} "
+            f"channels of each row-parallel output over {args.tensor_model_parallel_size} ranks. "
+            "Its checkpoints load with the same fraction and the same number of ranks only"
         ]
 
     def check(self, args: Namespace) -> None:
@@ -105,7 +108,8 @@ class CaatNetConfig:
             raise SettingError(
                 _PATH,
                 fraction,
-                f"needs tensor parallelism: {argument('tensor_model_parallel_size')} 1 synchronises nothing",
+                f"needs tensor parallelism: {argument('tensor_model_parallel_size')} 1 "
+                "synchronises nothing",
                 "raise it or drop the flag",
             )
         refuse_arguments(args, _REFUSED, f"drop it or {setting(_PATH)}")
@@ -114,24 +118,25 @@ class CaatNetConfig:
             f"{setting(_PATH)} {fraction}",
             "computes weight gradients in the backward of the layer before",
         )
-        # With fewer groups than ranks a group's keys and values would be gathered from several streams.
+        # With fewer groups than ranks a group's keys and values would be gathered from several
+        # streams.
         groups = getattr(args, "num_query_groups", None)
         grouped = getattr(args, "group_query_attention", False)
         if grouped and groups < args.tensor_model_parallel_size:
             raise SettingError(
                 _PATH,
                 fraction,
-                f"needs at least one query group a rank: {argument('num_query_groups')} {groups} at "
-                f"{argument('tensor_model_parallel_size')} {args.tensor_model_parallel_size} gathers keys "
-                "and values of several streams",
+                f"needs at least one query group a rank: {argument('num_query_groups')} {groups} "
+                f"at {argument('tensor_model_parallel_size')} {args.tensor_model_parallel_size} "
+                "gathers keys and values of several streams",
                 "lower the latter",
             )
         self.shared_channels(args.hidden_size)
 
 
 def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
-    """Refuse a checkpoint whose weights mean another function: one of another sync fraction or, with a
-    fraction below 1, of another tensor-parallel size.
+    """Refuse a checkpoint whose weights mean another function: one of another sync fraction or,
+    with a fraction below 1, of another tensor-parallel size.
 
     Args:
         checkpoint_args: Megatron's arguments as the checkpoint has them.
@@ -143,16 +148,16 @@ def check_checkpoint(checkpoint_args: Namespace, args: Namespace) -> None:
     saved_fraction = getattr(checkpoint_args, "caat_net_sync_fraction", 1.0)
     if saved_fraction != args.caat_net_sync_fraction:
         raise CompressionConfigError(
-            f"the checkpoint was trained with {flag} {saved_fraction:g} (1 is an ordinary model), this run "
-            f"has {args.caat_net_sync_fraction:g}: another function of the same weights. Use {flag} "
-            f"{saved_fraction:g}, or --finetune to train on as another model"
+            f"the checkpoint was trained with {flag} {saved_fraction:g} (1 is an ordinary model), "
+            f"this run has {args.caat_net_sync_fraction:g}: another function of the same weights. "
+            f"Use {flag} {saved_fraction:g}, or --finetune to train on as another model"
         )
     saved_ranks = checkpoint_args.tensor_model_parallel_size
     ranks = args.tensor_model_parallel_size
     if saved_fraction != 1.0 and saved_ranks != ranks:
         size = argument("tensor_model_parallel_size")
         raise CompressionConfigError(
-            f"the checkpoint is a CAAT-Net of {saved_ranks} residual streams, one a tensor-parallel rank; at "
-            f"{size} {ranks} its weights are another function. Use {size} {saved_ranks}, or --finetune to "
-            "train on as another model"
+            f"the checkpoint is a CAAT-Net of {saved_ranks} residual streams, one a "
+            f"tensor-parallel rank; at {size} {ranks} its weights are another function. Use "
+            f"{size} {saved_ranks}, or --finetune to train on as another model"
         )

@@ -1,14 +1,15 @@
 """Recipes: codecs whose cost in loss is measured, for each kind of parallelism.
 
-``--compression auto`` and the estimate choose among them. Five have names, which stand for their codecs
-wherever a dimension's flag takes a codec:
+``--compression auto`` and the estimate choose among them. Five have names, which stand for their
+codecs wherever a dimension's flag takes a codec:
 
     --tp-compression tensor-6bit            # int6:outliers=on
     --dp-compression gradients-4bit         # sdp4bit
 
-Costs are those of docs/results/accuracy.md, means of two or three seeds (context parallelism and 5 bits
-between stages: one), measured without ``outliers=on``, except between stages. A setting that was better than
-uncompressed has a cost of 0, which does not say that no bit changes: ``exact`` does.
+Costs are those of docs/results/accuracy.md, means of two or three seeds (context parallelism and 5
+bits between stages: one), measured without ``outliers=on``, except between stages. A setting that
+was better than uncompressed has a cost of 0, which does not say that no bit changes: ``exact``
+does.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class Recipe:
     compression: str
     """Codec of activations, or of data parallelism's gradients."""
     backward: str | None = None
-    """Codec of the activations' gradients; None: what ``compression`` implies, as for sharded weights."""
+    """Codec of the activations' gradients; None: what ``compression`` implies, as for sharded
+    weights."""
     loss: float = 0.0
     """Percent of validation loss above uncompressed."""
     named: str = ""
@@ -48,16 +50,16 @@ class Recipe:
         return f"{self.compression}, back {self.backward}"
 
 
-# Lossless sends 11.4 bits of bf16's 16: the smallest gain, and no cost at all. It does not encode single
-# tokens, so expert parallelism has no such recipe.
+# Lossless sends 11.4 bits of bf16's 16: the smallest gain, and no cost at all. It does not encode
+# single tokens, so expert parallelism has no such recipe.
 _LOSSLESS = Recipe("lossless", source=_NO_BIT)
 
 # Integers of 5 and 6 bits with the few largest values of a message sent exactly.
 _SIX_BITS = "int6:outliers=on"
 _FIVE_BITS = "int5:outliers=on"
 
-# Between stages: activations have a mean that the tokens share, which is sent once. Gradients have no such
-# mean; they get smaller groups.
+# Between stages: activations have a mean that the tokens share, which is sent once. Gradients have
+# no such mean; they get smaller groups.
 _STANDARDIZED = "scales=single,normalize=standardize,outliers=on"
 _STAGE_GRADIENTS = "int6:group=32,scales=single,hadamard=off,outliers=on"
 
@@ -66,7 +68,8 @@ _TENSOR_PARALLEL = (
     Recipe(_SIX_BITS, loss=0.067, named="tensor-6bit"),
     # For runs that may not lose anything measurable: a tenth of the cost, a third more bytes.
     Recipe("int8:outliers=on", loss=0.006, named="tensor-8bit"),
-    # The fifth bit costs less in gradients of activations than in activations (the last row but one).
+    # The fifth bit costs less in gradients of activations than in activations (the last row but
+    # one).
     Recipe(_SIX_BITS, _FIVE_BITS, loss=0.092),
     # 5 bits for the partial sums of an all-reduce, 6 for their sum, whose error every rank gets.
     Recipe(f"{_FIVE_BITS}/{_SIX_BITS}", _FIVE_BITS, loss=0.143),
@@ -75,7 +78,8 @@ _TENSOR_PARALLEL = (
 )
 
 _DATA_PARALLEL = (
-    # SDP4Bit: 8 bits inside a node, 4 between nodes, and 4 for the change of the distributed optimizer's weights.
+    # SDP4Bit: 8 bits inside a node, 4 between nodes, and 4 for the change of the distributed
+    # optimizer's weights.
     Recipe("sdp4bit", loss=0.030, named="gradients-4bit"),
     _LOSSLESS,
 )
@@ -105,14 +109,16 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
     "expert_parallel": _EXPERT_PARALLEL,
     "context_parallel": _CONTEXT_PARALLEL,
 }
-"""By dimension, the most promising first: where time runs out ``auto`` does not time the last ones."""
+"""By dimension, the most promising first: where time runs out ``auto`` does not time the last
+ones."""
 
 TACO_PAPER = {
     "tensor_parallel": "taco",
     "data_parallel": "sdp4bit",
     "pipeline_parallel": "tah-quant",
 }
-"""``--compression taco-paper``: as the TACO paper does (arXiv 2604.24088), each codec as in its own paper."""
+"""``--compression taco-paper``: as the TACO paper does (arXiv 2604.24088), each codec as in its own
+paper."""
 
 NAMED: dict[str, tuple[str, Recipe]] = {
     recipe.named: (dimension, recipe)
@@ -131,7 +137,8 @@ def expand(dimension: str, compression: str, second: str | None) -> tuple[str, s
     Args:
         dimension: the settings' field of ``CompressionConfig``, such as ``tensor_parallel``.
         compression: the first spec.
-        second: the second spec, of gradients or of data parallelism's weights; None leaves it to the recipe.
+        second: the second spec, of gradients or of data parallelism's weights; None leaves it to
+            the recipe.
 
     Returns:
         Both specs.
@@ -167,7 +174,8 @@ def expand(dimension: str, compression: str, second: str | None) -> tuple[str, s
 
 
 def _recipe(path: str, name: str) -> Recipe | None:
-    """Return the recipe of a name; None: it is a codec's. ``path`` is the setting that has the name."""
+    """Return the recipe of a name; None: it is a codec's. ``path`` is the setting that has the
+    name."""
     dimension, _, field = path.partition(".")
     local = [recipe for recipe, (owner, _) in NAMED.items() if owner == dimension]
     if name == "auto":

@@ -4,9 +4,9 @@
     FIRST/SECOND                 two codecs: for the first and the second exchange of a collective
     MODULE:CLASS[:SETTING=...]   a codec of one's own that nothing has registered
 
-A codec is a frozen dataclass whose fields are its settings. A package
-registers codecs of its own by an entry point (group ``megatron_taco.codecs`` or
-``megatron_taco.gradient_compressors``, the name of the codec to ``module:Class``), or with the decorator.
+A codec is a frozen dataclass whose fields are its settings. A package registers codecs of its own
+by an entry point (group ``megatron_taco.codecs`` or ``megatron_taco.gradient_compressors``, the
+name of the codec to ``module:Class``), or with the decorator.
 """
 
 import dataclasses
@@ -43,16 +43,17 @@ class Registry:
         """Class and fixed fields by name."""
         self._loaded = False
         self._names_everywhere: set[str] = set()
-        """Names that every process knows. Those of a module that somebody has imported are not among them:
-        a spec with such a name could not be parsed in another process, or after a restart."""
+        """Names that every process knows. Those of a module that somebody has imported are not
+        among them: a spec with such a name could not be parsed in another process, or after a
+        restart."""
 
     def register(self, name: str, **fixed: Any) -> Callable[[type], type]:
         """Return a decorator that enters a frozen dataclass under a name.
 
         Args:
             name: in specs; what ``--...-compression`` takes.
-            fixed: values of fields that the name stands for (``bits=6`` of ``int6``), which are no settings
-                then.
+            fixed: values of fields that the name stands for (``bits=6`` of ``int6``), which are no
+                settings then.
 
         Raises:
             CompressionConfigError: another class has the name.
@@ -104,7 +105,8 @@ class Registry:
     def _look_up(
         self, text: str, offered: Callable[[], list[str]] | None
     ) -> tuple[str, type, dict[str, Any], str]:
-        """Return the name in a spec, its class, the fields it fixes, and the text of its settings."""
+        """Return the name in a spec, its class, the fields it fixes, and the text of its
+        settings."""
         name, _, settings = text.partition(":")
         if (entry := self.entry(name)) is not None:
             return name, *entry, settings
@@ -120,7 +122,8 @@ class Registry:
         if near := difflib.get_close_matches(name, known, n=1):
             hint = f"; did you mean {near[0]}?"
         raise CompressionConfigError(
-            f"{self.what} {name!r} is unknown; choose one of {', '.join(known)}, or MODULE:CLASS{hint}"
+            f"{self.what} {name!r} is unknown; choose one of {', '.join(known)}, or "
+            f"MODULE:CLASS{hint}"
         )
 
     def spec(self, entry: Any) -> str:
@@ -223,7 +226,8 @@ register_codec = CODECS.register
 """``@register_codec("name")`` on a frozen dataclass that is a ``Codec``."""
 
 register_gradient_compressor = GRADIENT_COMPRESSORS.register
-"""``@register_gradient_compressor("name")`` on a frozen dataclass that is a ``GradientCompressor``."""
+"""``@register_gradient_compressor("name")`` on a frozen dataclass that is a
+``GradientCompressor``."""
 
 
 def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dataclasses.Field]:

@@ -14,7 +14,8 @@ from megatron.compression.names import PARALLELISMS, Parallelism
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelConfig(SentOnce):
-    """Compression of the keys, values and their gradients that attention exchanges over a sequence."""
+    """Compression of the keys, values and their gradients that attention exchanges over a
+    sequence."""
 
     parallelism: ClassVar[Parallelism] = PARALLELISMS["context_parallel"]
     messages: ClassVar[str] = "what attention gathers"
@@ -46,8 +47,8 @@ class ContextParallelConfig(SentOnce):
             raise SettingError(
                 self.path("compression"),
                 None,
-                f"needs {argument('transformer_impl')} local: Transformer Engine's attention passes keys "
-                "and values on in a ring of its own, out of a codec's reach",
+                f"needs {argument('transformer_impl')} local: Transformer Engine's attention "
+                "passes keys and values on in a ring of its own, out of a codec's reach",
                 f"add that flag, or drop {setting(self.path('compression'))}",
             )
 

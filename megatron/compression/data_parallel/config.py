@@ -1,4 +1,5 @@
-"""Settings of data parallelism: how gradients and weights are sent, and what Megatron's flags allow.
+"""Settings of data parallelism: how gradients and weights are sent, and what Megatron's flags
+allow.
 
 DataParallelConfig(compression="sdp4bit")                     # --dp-compression sdp4bit
 DataParallelConfig(compression="int8", weights="lossless")    # --dp-compression int8 lossless
@@ -35,7 +36,8 @@ _OUTER = "data_parallel.outer"
 """A part of ``compression``, which errors name by itself."""
 _FLAG = setting(_COMPRESSION)
 
-# Megatron's argument -> why its gradients or weights do not pass through a bucket group that we know
+# Megatron's argument -> why its gradients or weights do not pass through a bucket group that we
+# know
 _REFUSED = {
     "use_megatron_fsdp": f"communicates inside its own buffers ({argument('use_torch_fsdp2')} is supported)",
     "fp8_param_gather": "gathers fp8 weights already",
@@ -64,8 +66,8 @@ _IMPLIED_WEIGHTS = {
     "sdp4bit": "sdp4bit:intra=4,group=2048,hadamard=off",
     "lossless": "lossless",
 }
-"""Codec of the gradients, without settings -> that of the distributed optimizer's weights which it implies
-(sdp4bit: as in arXiv 2410.15526)."""
+"""Codec of the gradients, without settings -> that of the distributed optimizer's weights which it
+implies (sdp4bit: as in arXiv 2410.15526)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +79,23 @@ class DataParallelConfig(DimensionConfig):
 
     compression: str = documented(
         "none",
-        "Codec of the gradients, a gradient compressor such as tagc, or the recipe gradients-4bit; none = "
-        "uncompressed. sdp4bit and lossless without settings compress the distributed optimizer's weights as "
-        "well. With --num-distributed-optimizer-instances a last setting outer=CODEC is the codec of the sums "
-        "between instances, as in sdp4bit:outer=int8 or none:outer=int4 (default: the codec's setting "
-        "between nodes; none for a gradient compressor).",
+        "Codec of the gradients, a gradient compressor such as tagc, or the recipe "
+        "gradients-4bit; none = uncompressed. sdp4bit and lossless without settings compress the "
+        "distributed optimizer's weights as well. With --num-distributed-optimizer-instances a "
+        "last setting outer=CODEC is the codec of the sums between instances, as in "
+        "sdp4bit:outer=int8 or none:outer=int4 (default: the codec's setting between nodes; none "
+        "for a gradient compressor).",
     )
 
     weights: str | None = documented(
         None,
-        "codec of the weight updates that the distributed optimizer gathers (default: set by SPEC). With "
-        "--use-torch-fsdp2: codec of the weights (default: lossless).",
+        "codec of the weight updates that the distributed optimizer gathers (default: set by "
+        "SPEC). With --use-torch-fsdp2: codec of the weights (default: lossless).",
     )
 
     node_size: int | None = None
-    """Data-parallel ranks that count as one node, in the order of the ranks; by default the real nodes.
-    Splits one host into several nodes for a trial."""
+    """Data-parallel ranks that count as one node, in the order of the ranks; by default the real
+    nodes. Splits one host into several nodes for a trial."""
 
     @property
     def second_spec(self) -> str | None:
@@ -113,8 +116,9 @@ class DataParallelConfig(DimensionConfig):
 
     @cached_property
     def hops(self) -> tuple[str, str | None]:
-        """The spec of gradients inside an instance of the distributed optimizer (``compression`` without its
-        outer=), and that of the sums between instances; None where outer= is not given."""
+        """The spec of gradients inside an instance of the distributed optimizer (``compression``
+        without its outer=), and that of the sums between instances; None where outer= is not given.
+        """
         # outer= may be the only setting, as in none:outer=int4, or the last of several.
         inner, *outer = re.split("[:,]outer=", self.compression, maxsplit=1)
         inner_spec, _ = expand(self.parallelism.name, inner, None)
@@ -133,7 +137,8 @@ class DataParallelConfig(DimensionConfig):
 
     @property
     def gradient_codec(self) -> Codec | None:
-        """The codec of the gradients; None where there is none, or a compressor that is no codec."""
+        """The codec of the gradients; None where there is none, or a compressor that is no
+        codec."""
         return getattr(self.compressor, "codec", None)
 
     @property
@@ -154,8 +159,9 @@ class DataParallelConfig(DimensionConfig):
         return codec_of(spec, _WEIGHTS)
 
     def resolved(self, args: Namespace) -> "DataParallelConfig":
-        """These settings with the weights' codec spelled out: what ``compression`` implies where Megatron's
-        arguments have weights that are gathered, which takes masters in fp32, and ``none`` elsewhere."""
+        """These settings with the weights' codec spelled out: what ``compression`` implies where
+        Megatron's arguments have weights that are gathered, which takes masters in fp32, and
+        ``none`` elsewhere."""
         if self.weights is not None:
             return self
         # FSDP2 gathers the weights themselves, where an error would stay: only lossless is implied.
@@ -183,7 +189,8 @@ class DataParallelConfig(DimensionConfig):
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """Return how many ranks sum gradients: those of an expert's weights or of all others, whichever are more."""
+        """Return how many ranks sum gradients: those of an expert's weights or of all others,
+        whichever are more."""
         # Ranks of a sequence hold the same weights, so gradients are summed over them, too.
         dense = args.data_parallel_size * args.context_parallel_size
         if args.num_experts is None:
@@ -200,8 +207,8 @@ class DataParallelConfig(DimensionConfig):
             raise SettingError(
                 "args.optimizer",
                 args.optimizer,
-                f"with {argument('use_distributed_optimizer')} sends whole gradients and weights instead of "
-                "shards",
+                f"with {argument('use_distributed_optimizer')} sends whole gradients and weights "
+                "instead of shards",
                 f"drop {argument('use_distributed_optimizer')} or {_FLAG}",
             )
         self.check_instances(args.num_distributed_optimizer_instances)
@@ -253,13 +260,14 @@ class DataParallelConfig(DimensionConfig):
             raise SettingError(
                 _COMPRESSION,
                 self.compressor.name,
-                ": under FSDP2 the host would wait in each layer's backward to see whether gradients fit",
+                ": under FSDP2 the host would wait in each layer's backward to see whether "
+                "gradients fit",
                 "use int8, or none",
             )
 
     def _check_captured(self, args: Namespace) -> None:
-        """Refuse what the host decides in each iteration: a graph reduces gradients, and gathers the weights
-        that overlap with the forward pass."""
+        """Refuse what the host decides in each iteration: a graph reduces gradients, and gathers
+        the weights that overlap with the forward pass."""
         if self.compressor is not None and self.gradient_codec is None:
             raise SettingError(
                 _COMPRESSION,
@@ -272,8 +280,8 @@ class DataParallelConfig(DimensionConfig):
             raise SettingError(
                 "args.cuda_graph_impl",
                 "full_iteration",
-                f"with {overlap} would add an update of the weights in each replay, also after a step that "
-                "was skipped",
+                f"with {overlap} would add an update of the weights in each replay, also after a "
+                "step that was skipped",
                 f"drop {overlap}, or the weights of {_FLAG}",
             )
 
@@ -319,21 +327,22 @@ class DataParallelConfig(DimensionConfig):
         if instances > 1:
             outer = "uncompressed" if self.outer_codec is None else self.outer_codec.name
             lines.append(
-                f"sums of gradients between the {instances} optimizer instances: {outer} (outer=CODEC sets "
-                "another codec)"
+                f"sums of gradients between the {instances} optimizer instances: {outer} "
+                "(outer=CODEC sets another codec)"
             )
         return lines
 
 
 def _check_weights(args: Namespace) -> None:
-    """Refuse compressed weights where none are gathered, or where their updates are out of reach."""
+    """Refuse compressed weights where none are gathered, or where their updates are out of
+    reach."""
     if not args.use_distributed_optimizer:
         raise SettingError(
             _WEIGHTS,
             None,
             "compresses the distributed optimizer's all-gather",
-            f"add {argument('use_distributed_optimizer')}, or drop it: without one every rank updates all "
-            "weights itself",
+            f"add {argument('use_distributed_optimizer')}, or drop it: without one every rank "
+            "updates all weights itself",
         )
     if not (args.bf16 or args.fp16):
         raise SettingError(
@@ -353,7 +362,8 @@ def check_memory(compressor: GradientCompressor | None, settings: Any) -> None:
         compressor: the gradients'; None is uncompressed.
         settings: Megatron's arguments, or a model's ``TransformerConfig``.
 
-    Raises: SettingError: what it left out of one iteration would be added to another in a wrong unit.
+    Raises: SettingError: what it left out of one iteration would be added to another in a wrong
+    unit.
     """
     if compressor is None or not compressor.has_memory:
         return
@@ -370,7 +380,8 @@ def _check_repeatable(compressor: GradientCompressor, args: Namespace) -> None:
         raise SettingError(
             "args.rerun_mode",
             "report_stats",
-            f"runs every iteration twice, and {compressor.name} would lose what it left out the first time",
+            f"runs every iteration twice, and {compressor.name} would lose what it left out the "
+            "first time",
             "drop one of the two",
         )
     if args.save and args.use_torch_fsdp2:

@@ -33,13 +33,14 @@ class ExpertParallelConfig(SentOnce):
 
     backward: str | None = documented(
         None,
-        "codec of the gradients in both directions (default: what SPEC itself prescribes for gradients).",
+        "codec of the gradients in both directions (default: what SPEC itself prescribes for "
+        "gradients).",
     )
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """Return how many ranks exchange tokens: those with other experts, and with the all-gather dispatcher those
-        with other parts of the same experts as well."""
+        """Return how many ranks exchange tokens: those with other experts, and with the all-gather
+        dispatcher those with other parts of the same experts as well."""
         if args.num_experts is None:
             return 1
         if args.moe_token_dispatcher_type == "alltoall":

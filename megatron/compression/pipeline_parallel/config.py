@@ -1,6 +1,7 @@
 """Settings of pipeline parallelism: which codec, for which messages.
 
-PipelineParallelConfig(compression="pipeline-6bit")     # on the command line: --pp-compression pipeline-6bit
+PipelineParallelConfig(compression="pipeline-6bit")     # on the command line: --pp-compression
+pipeline-6bit
 """
 
 import functools
@@ -53,8 +54,8 @@ class PipelineParallelConfig(SentOnce):
             raise SettingError(
                 "args.cuda_graph_impl",
                 "full_iteration",
-                ": without virtual stages the host waits for the device after each message, which no "
-                "graph can capture",
+                ": without virtual stages the host waits for the device after each message, which "
+                "no graph can capture",
                 f"add {argument('num_virtual_stages_per_pipeline_rank')} 2 without "
                 f"--no-overlap-p2p-communication, or drop {setting(path)}",
             )

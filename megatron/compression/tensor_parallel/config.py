@@ -2,11 +2,13 @@
 
     TensorParallelConfig(compression="taco")                       # --taco
     TensorParallelConfig(compression="int8", backward="int6")      # --tp-compression int8 int6
-    TensorParallelConfig(compression="int6;fc2=int5;@0-1=int8")    # other codecs for some sites and layers
+    TensorParallelConfig(compression="int6;fc2=int5;@0-1=int8")    # other codecs for some sites and
+    layers
 
-Codecs by site and layer are one text: ``int6;fc2=int5;@0-1=int8;fc1@2-29,output=none``. The first part is for
-every site that no later one names. A later part is SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, with SITE one
-of SITES and LAYERS as in ``--tp-compression-layers``; of several that name a site the last counts.
+Codecs by site and layer are one text: ``int6;fc2=int5;@0-1=int8;fc1@2-29,output=none``. The first
+part is for every site that no later one names. A later part is SITE=SPEC, @LAYERS=SPEC or
+SITE@LAYERS=SPEC, with SITE one of SITES and LAYERS as in ``--tp-compression-layers``; of several
+that name a site the last counts.
 """
 
 import functools
@@ -74,8 +76,8 @@ _NOT_HALVED = {
 """What halves of a micro-batch cannot be combined with: Megatron's argument -> why."""
 
 NAMED_LAYERS = ("embedding", "output", "mtp")
-"""What ``--tp-compression-layers`` calls the layers outside the transformer's numbered ones; mtp: those of
-multi-token prediction."""
+"""What ``--tp-compression-layers`` calls the layers outside the transformer's numbered ones; mtp:
+those of multi-token prediction."""
 
 Overlap = Literal["weights", "halves"]
 
@@ -87,8 +89,9 @@ class TensorParallelConfig(ActivationConfig):
     default_min_mb: ClassVar[float] = 8.0
     parallelism: ClassVar[Parallelism] = PARALLELISMS["tensor_parallel"]
     idle: ClassVar[str] = (
-        f"{setting(_COMPRESSION)} has no effect here: {argument('tensor_model_parallel_size')} is 1, so "
-        f"there is no tensor-parallel traffic to compress; give 2 or more, or drop {setting(_COMPRESSION)}"
+        f"{setting(_COMPRESSION)} has no effect here: {argument('tensor_model_parallel_size')} is "
+        "1, so there is no tensor-parallel traffic to compress; give 2 or more, or drop "
+        f"{setting(_COMPRESSION)}"
     )
 
     compression: str = documented(
@@ -102,15 +105,15 @@ class TensorParallelConfig(ActivationConfig):
 
     layers: str = documented(
         "all",
-        "Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding, output and "
-        "mtp name the layers outside. The others go uncompressed.",
+        "Transformer layers that compress, counted from 0, such as 2-29 or 0,1,4-7; embedding, "
+        "output and mtp name the layers outside. The others go uncompressed.",
     )
 
     overlap: Overlap = documented(
         "weights",
-        "What runs while tensor-parallel messages travel. weights = the weight gradients, in the backward "
-        "pass. halves = also the other half of the micro-batch, forward and backward, compressed or not; "
-        "it needs --transformer-impl local.",
+        "What runs while tensor-parallel messages travel. weights = the weight gradients, in the "
+        "backward pass. halves = also the other half of the micro-batch, forward and backward, "
+        "compressed or not; it needs --transformer-impl local.",
     )
 
     def validate(self) -> None:
@@ -136,8 +139,8 @@ class TensorParallelConfig(ActivationConfig):
 
     @staticmethod
     def ranks(args: Namespace) -> int:
-        """Return how many ranks share a layer or an expert: ranks of an expert send each other tokens as those of a
-        layer send activations."""
+        """Return how many ranks share a layer or an expert: ranks of an expert send each other
+        tokens as those of a layer send activations."""
         # Before Megatron has checked its arguments --expert-tensor-parallel-size may be None.
         sharing = 1
         if args.num_experts:
@@ -145,7 +148,8 @@ class TensorParallelConfig(ActivationConfig):
         return max(args.tensor_model_parallel_size, sharing)
 
     def lines(self, args: Namespace) -> list[str]:
-        """The lines for the log, also of halves that are not compressed and of what is not counted."""
+        """The lines for the log, also of halves that are not compressed and of what is not
+        counted."""
         lines = []
         saves_parts = getattr(args, "distribute_saved_activations", False)
         if saves_parts and args.tensor_model_parallel_size > 1:
@@ -209,8 +213,8 @@ class TensorParallelConfig(ActivationConfig):
             for part in self.layers.split(","):
                 if sending_layers.isdisjoint(parse_layers(part) or ()):
                     unmet.add(f"{setting(_LAYERS)} {part.strip()}")
-        # Without a codec of its own the backward counts as the forward does: a part that names a site in either
-        # direction has met it.
+        # Without a codec of its own the backward counts as the forward does: a part that names a
+        # site in either direction has met it.
         if self.backward is None:
             return unmet | _unmet_choices(_COMPRESSION, self.compression, compressed)
         forward = [message for message in compressed if message[2] == "tp.forward"]
@@ -255,12 +259,13 @@ class TensorParallelConfig(ActivationConfig):
                 raise SettingError(
                     path,
                     text,
-                    f"names layer {last}: with {argument('num_layers')} {args.num_layers} layers are 0 to "
-                    f"{args.num_layers - 1}",
+                    f"names layer {last}: with {argument('num_layers')} {args.num_layers} layers "
+                    f"are 0 to {args.num_layers - 1}",
                 )
 
     def _check_experts(self, args: Namespace) -> None:
-        """Refuse codecs that do not fit single tokens where the router decides how many a rank sends."""
+        """Refuse codecs that do not fit single tokens where the router decides how many a rank
+        sends."""
         if args.expert_tensor_parallel_size > 1:
             refuse_host_splits(args, setting(_COMPRESSION))
         if args.moe_pad_expert_input_to_capacity or args.expert_tensor_parallel_size == 1:
@@ -304,7 +309,8 @@ def _unmet_choices(
 
 @functools.cache
 def parse_layers(text: str, path: str = _LAYERS) -> frozenset[int | str] | None:
-    """The layers that a text names: ``0,4-6,output`` are {0, 4, 5, 6, "output"}, and ``all`` is None.
+    """The layers that a text names: ``0,4-6,output`` are {0, 4, 5, 6, "output"}, and ``all`` is
+    None.
 
     Args:
         text: numbers, ranges and names of layers, separated by commas.
@@ -328,8 +334,8 @@ def parse_layers(text: str, path: str = _LAYERS) -> frozenset[int | str] | None:
                 path,
                 text,
                 f": {part!r} is not a layer",
-                "give numbers from 0, ranges such as 2-29, embedding, output and mtp, separated by commas, "
-                "or all",
+                "give numbers from 0, ranges such as 2-29, embedding, output and mtp, separated "
+                "by commas, or all",
             )
         layers.update(range(first, last + 1))
     return frozenset(layers)
@@ -343,7 +349,8 @@ def parse_choices(text: str, path: str) -> tuple[Codec | None, tuple[Choice, ...
         text: the spec.
         path: the setting that has it, for errors.
 
-    Returns: the codec of all sites that no part names; the choices of the parts, the last part first.
+    Returns: the codec of all sites that no part names; the choices of the parts, the last part
+    first.
 
     Raises: SettingError: a part that is neither SITE=SPEC, @LAYERS=SPEC nor SITE@LAYERS=SPEC.
     """
@@ -358,8 +365,8 @@ def parse_choices(text: str, path: str) -> tuple[Codec | None, tuple[Choice, ...
             raise SettingError(
                 path,
                 text,
-                f": {part.strip()!r} must be SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, SITE one of "
-                f"{', '.join(SITES)}",
+                f": {part.strip()!r} must be SITE=SPEC, @LAYERS=SPEC or SITE@LAYERS=SPEC, SITE "
+                f"one of {', '.join(SITES)}",
             )
         codec = codec_of(spec, path)
         choices.append(Choice(codec, site or None, parse_layers(layers, path) if at else None))
@@ -370,8 +377,8 @@ def check_halves(args: Any) -> None:
     """Refuse what halves of a micro-batch cannot have.
 
     Args:
-        args: Megatron's arguments, or a ``TransformerConfig``, which has those that would give a wrong
-            gradient.
+        args: Megatron's arguments, or a ``TransformerConfig``, which has those that would give a
+            wrong gradient.
 
     Raises: SettingError: one of them does not fit.
     """
@@ -381,8 +388,8 @@ def check_halves(args: Any) -> None:
         raise SettingError(
             _OVERLAP,
             "halves",
-            f"needs {argument('transformer_impl')} local: layers of {implementation} wait for a sum before "
-            "they return it",
+            f"needs {argument('transformer_impl')} local: layers of {implementation} wait for a "
+            "sum before they return it",
             "give local or drop the flag",
         )
     refuse_arguments(args, _NOT_HALVED, f"drop it or {_HALVES}")
@@ -393,8 +400,8 @@ def check_halves(args: Any) -> None:
         raise SettingError(
             "args.recompute_modules",
             modules,
-            "has a backward for each half, so that a weight's gradient would count as complete after one of "
-            "two",
+            "has a backward for each half, so that a weight's gradient would count as complete "
+            "after one of two",
             f"recompute core_attn alone or {drop}",
         )
     for name in ("mlp_chunks_for_training", "context_parallel_size"):
@@ -413,6 +420,7 @@ def check_halves(args: Any) -> None:
         raise SettingError(
             "args.attention_dropout",
             f"{args.attention_dropout:g}",
-            "draws in a kernel by place in the batch, so halves would drop other scores than the whole",
+            "draws in a kernel by place in the batch, so halves would drop other scores than the "
+            "whole",
             f"give 0 or {drop}",
         )

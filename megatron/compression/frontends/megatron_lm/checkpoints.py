@@ -13,7 +13,8 @@ FULL_BELOW_BYTES = 4 * 2**20
 """What a write that ran out of space leaves free at most."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 LONGEST_MESSAGE = 160
-"""Characters of an exception's first line that are shown: torch lists all tensors of a checkpoint in one."""
+"""Characters of an exception's first line that are shown: torch lists all tensors of a checkpoint
+in one."""
 
 _OF_MODEL = (
     "num_layers",
@@ -41,13 +42,13 @@ _OF_OPTIMIZER = ("use_distributed_optimizer", "optimizer", "bf16", "fp16")
 
 @explains("save_checkpoint_and_time", "save_checkpoint", "save_checkpoint_and_train_finalization")
 def cannot_save(error: BaseException, args: Namespace | None) -> str | None:
-    """Explain why no checkpoint was written: a full disk, which torch reports as an "iostream error" or as a failure
-    of no rank, or no folder where Megatron saves before it stops."""
+    """Explain why no checkpoint was written: a full disk, which torch reports as an "iostream
+    error" or as a failure of no rank, or no folder where Megatron saves before it stops."""
     folder = args.save if args is not None else None
     if isinstance(error, TypeError) and args is not None and not folder:
         return (
-            "a loss or a gradient is NaN or infinite, as the lines above say, and Megatron saves before it "
-            "stops: add --save DIR, or go on with --no-check-for-nan-in-loss-and-grad"
+            "a loss or a gradient is NaN or infinite, as the lines above say, and Megatron saves "
+            "before it stops: add --save DIR, or go on with --no-check-for-nan-in-loss-and-grad"
         )
     if not (_came_from_full_disk(error) or _is_full(folder)):
         return None
@@ -63,7 +64,8 @@ def _is_full(folder: str | None) -> bool:
 
 
 def _came_from_full_disk(error: BaseException) -> bool:
-    """Return whether an exception, or one that it was raised from, is the system's of a full disk or quota."""
+    """Return whether an exception, or one that it was raised from, is the system's of a full disk
+    or quota."""
     texts = [os.strerror(code) for code in _FULL]
     cause: BaseException | None = error
     while cause is not None:
@@ -75,8 +77,9 @@ def _came_from_full_disk(error: BaseException) -> bool:
 
 @explains("load_checkpoint")
 def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
-    """One line where a checkpoint does not fit the run or is damaged, None where something else failed.
-    Megatron compares by assertion and CheckpointingException, which torch wraps in one of all ranks."""
+    """One line where a checkpoint does not fit the run or is damaged, None where something else
+    failed. Megatron compares by assertion and CheckpointingException, which torch wraps in one of
+    all ranks."""
     if args is None:
         return None
     saved = _saved_arguments(error)
@@ -88,8 +91,8 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
     source = f"--load {folder}" if args.load else f"--pretrained-checkpoint {folder}"
     if came_through(error, "_check_and_set"):  # of the learning rate's schedule
         return (
-            f"{source}: its learning rate follows another schedule ({first_line(error)}), as with other "
-            "--train-iters: add --override-opt-param-scheduler to follow this run's"
+            f"{source}: its learning rate follows another schedule ({first_line(error)}), as with "
+            "other --train-iters: add --override-opt-param-scheduler to follow this run's"
         )
     if isinstance(error, FileNotFoundError) and args.ckpt_step:
         return _no_such_iteration(source, Path(folder), args.ckpt_step)
@@ -125,8 +128,9 @@ def _mismatch(error: BaseException, saved: Namespace | None, args: Namespace) ->
 
 
 def _saved_arguments(error: BaseException) -> Namespace | None:
-    """The arguments of the run that wrote the checkpoint. Megatron reads them before the tensors, so they are
-    in its frame that the exception came through; reading them again here could wait for other ranks."""
+    """The arguments of the run that wrote the checkpoint. Megatron reads them before the tensors,
+    so they are in its frame that the exception came through; reading them again here could wait for
+    other ranks."""
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
@@ -139,7 +143,8 @@ def _saved_arguments(error: BaseException) -> Namespace | None:
 
 
 def _difference(saved: Namespace, args: Namespace) -> str | None:
-    """Tell how the run that wrote a checkpoint differs from this one, in flags, and what to do; None: it does not.
+    """Tell how the run that wrote a checkpoint differs from this one, in flags, and what to do;
+    None: it does not.
 
     Args:
         saved: the arguments of the run that wrote it.
@@ -192,8 +197,8 @@ def _no_such_iteration(source: str, folder: Path, iteration: int) -> str:
 
 
 def damaged_file(folder: str) -> str | None:
-    """The first file of a folder's last checkpoint that is missing, shorter than what it should hold, or not
-    what it should be; None: none is."""
+    """The first file of a folder's last checkpoint that is missing, shorter than what it should
+    hold, or not what it should be; None: none is."""
     from megatron.training import checkpointing
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -207,7 +212,8 @@ def damaged_file(folder: str) -> str | None:
         stored = FileSystemReader(checkpoint).read_metadata().storage_data
     except Exception:
         return f"{folder} has no readable .metadata"
-    # A file ends where its last tensor does; a shorter one was cut off while it was written or copied.
+    # A file ends where its last tensor does; a shorter one was cut off while it was written or
+    # copied.
     ends: dict[str, int] = {}
     for entry in stored.values():
         ends[entry.relative_path] = max(

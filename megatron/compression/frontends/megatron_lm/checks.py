@@ -1,4 +1,5 @@
-"""Checks of what the command line names: data, tokenizer, folders, and layers that are not there."""
+"""Checks of what the command line names: data, tokenizer, folders, and layers that are not
+there."""
 
 import importlib.util
 import os
@@ -34,8 +35,8 @@ def cannot_join(error: BaseException, args: Namespace | None) -> str | None:
 def check_arguments(args: Namespace) -> None:
     """Check what validated arguments name, before anything is built.
 
-    Raises: InputError: layers, a tokenizer, a checkpoint, a package or a dataset that is not there, a folder
-        that cannot be written, or numbers that Megatron stumbles over later.
+    Raises: InputError: layers, a tokenizer, a checkpoint, a package or a dataset that is not there,
+        a folder that cannot be written, or numbers that Megatron stumbles over later.
     """
     check_implementation(args)
     check_numbers(args)
@@ -79,13 +80,14 @@ def _check_divisions(args: Namespace) -> None:
         heads, groups = args.num_attention_heads, args.num_query_groups
         if groups < 1 or heads % groups:
             raise InputError(
-                f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: give a divisor"
+                f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: give "
+                "a divisor"
             )
     ranks = args.tensor_model_parallel_size
     if args.sequence_parallel and args.seq_length % ranks:
         raise InputError(
-            f"--seq-length {args.seq_length} is not a multiple of --tensor-model-parallel-size {ranks}, over "
-            "which --sequence-parallel splits it: change one of them"
+            f"--seq-length {args.seq_length} is not a multiple of --tensor-model-parallel-size "
+            f"{ranks}, over which --sequence-parallel splits it: change one of them"
         )
     experts, chosen = args.num_experts, getattr(args, "moe_router_topk", 1)
     if experts is not None and chosen > experts:
@@ -97,16 +99,17 @@ def _check_divisions(args: Namespace) -> None:
 def check_gradients(args: Namespace) -> None:
     """Refuse what would train with gradients of a wrong size, compressed or not.
 
-    megatron-core's FSDP2 averages gradients over ranks, and its ``scale_gradients``, by which the loss of
-    tokens is divided by their number, does nothing there. The norm in the log, and what --clip-grad compares,
-    would be as many times too large as a rank has tokens in an iteration.
+    megatron-core's FSDP2 averages gradients over ranks, and its ``scale_gradients``, by which the
+    loss of tokens is divided by their number, does nothing there. The norm in the log, and what
+    --clip-grad compares, would be as many times too large as a rank has tokens in an iteration.
 
     Raises: InputError: --calculate-per-token-loss under --use-torch-fsdp2.
     """
     if args.use_torch_fsdp2 and args.calculate_per_token_loss:
         raise InputError(
-            "--calculate-per-token-loss does not work with --use-torch-fsdp2: this megatron-core does not "
-            "divide gradients by the number of tokens there; drop --calculate-per-token-loss"
+            "--calculate-per-token-loss does not work with --use-torch-fsdp2: this megatron-core "
+            "does not divide gradients by the number of tokens there; drop "
+            "--calculate-per-token-loss"
         )
 
 
@@ -128,8 +131,9 @@ def check_tokenizer(args: Namespace) -> None:
     has_files_of_gpt2 = args.vocab_file and args.merge_file
     if kind in (None, "GPT2BPETokenizer") and not has_files_of_gpt2:
         raise InputError(
-            "no tokenizer: give --tokenizer-type and --tokenizer-model (GPT2BPETokenizer: --vocab-file and "
-            "--merge-file), or --tokenizer-type NullTokenizer --vocab-size N for data made of numbers"
+            "no tokenizer: give --tokenizer-type and --tokenizer-model (GPT2BPETokenizer: "
+            "--vocab-file and --merge-file), or --tokenizer-type NullTokenizer --vocab-size N for "
+            "data made of numbers"
         )
     if kind == "NullTokenizer" and not args.vocab_size:
         raise InputError(
@@ -154,15 +158,17 @@ def _check_tokenizer_files(args: Namespace) -> None:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a tokenizer is named by its path: Hugging Face's hub names models by owner/name."""
+    """Return whether a tokenizer is named by its path: Hugging Face's hub names models by
+    owner/name."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def check_folders(args: Namespace) -> None:
     """Refuse folders and packages of checkpoints and logs that are not there.
 
-    Raises: InputError: --load names no folder or an empty one, without which Megatron would start from random
-        weights; --save or --tensorboard-dir cannot be written; nvidia_resiliency_ext is missing.
+    Raises: InputError: --load names no folder or an empty one, without which Megatron would start
+        from random weights; --save or --tensorboard-dir cannot be written; nvidia_resiliency_ext is
+        missing.
     """
     _check_loaded_folder(args)
     for name in ("save", "tensorboard_dir"):
@@ -178,7 +184,8 @@ def check_folders(args: Namespace) -> None:
 
 
 def _check_loaded_folder(args: Namespace) -> None:
-    """Refuse a --load that holds nothing. Where --save names the same folder, the run may be the first."""
+    """Refuse a --load that holds nothing. Where --save names the same folder, the run may be the
+    first."""
     load = args.load
     if not load or load == args.save or args.pretrained_checkpoint or "://" in load:
         return
@@ -231,13 +238,14 @@ def check_local_layers(args: Namespace) -> None:
     for flag, is_set in unfused.items():
         if is_set and backend == "local":
             raise InputError(
-                f"{flag} is not covered by --attention-backend local (megatron-core's unfused attention): "
-                "use --attention-backend auto"
+                f"{flag} is not covered by --attention-backend local (megatron-core's unfused "
+                "attention): use --attention-backend auto"
             )
 
 
 def check_evaluation(args: Namespace) -> None:
-    """Refuse intervals by which Megatron's loop would divide by nothing, and evaluations that end in a trace.
+    """Refuse intervals by which Megatron's loop would divide by nothing, and evaluations that end
+    in a trace.
 
     Raises: InputError: with the flag and what to give.
     """
@@ -250,16 +258,17 @@ def check_evaluation(args: Namespace) -> None:
     several_ranks = max(args.tensor_model_parallel_size, args.pipeline_model_parallel_size) > 1
     if getattr(args, "full_validation", False) and several_ranks:
         raise InputError(
-            "--full-validation fails with tensor or pipeline parallelism in this megatron-core: drop it, and "
-            "give --eval-iters the size of the validation set"
+            "--full-validation fails with tensor or pipeline parallelism in this megatron-core: "
+            "drop it, and give --eval-iters the size of the validation set"
         )
 
 
 def check_datasets(args: Namespace) -> None:
     """Refuse data that is not there, or not whole.
 
-    Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, a .bin that
-        is shorter than its index says, or a share of --split without a document, on which Megatron never ends.
+    Raises: InputError: no data at all, a list file or dataset that is missing, a damaged index, a
+        .bin that is shorter than its index says, or a share of --split without a document, on which
+        Megatron never ends.
     """
     if args.mock_data:
         return
@@ -281,7 +290,8 @@ def check_datasets(args: Namespace) -> None:
 
 
 def check_vocabulary(args: Namespace, vocabulary: int) -> None:
-    """Refuse data of another tokenizer, which would train without a word. A sample of each dataset is read.
+    """Refuse data of another tokenizer, which would train without a word. A sample of each dataset
+    is read.
 
     Args:
         args: Megatron's arguments.
@@ -296,14 +306,15 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
         largest = largest_token_id(prefix)
         if largest >= vocabulary:
             raise InputError(
-                f"--data-path {prefix}: it holds token id {largest}, but the tokenizer has {vocabulary} ids: "
-                "give the tokenizer that made it, or make it again with scripts/preprocess_data.py"
+                f"--data-path {prefix}: it holds token id {largest}, but the tokenizer has "
+                f"{vocabulary} ids: give the tokenizer that made it, or make it again with "
+                "scripts/preprocess_data.py"
             )
 
 
 def _prefixes(args: Namespace) -> tuple[list[str], bool]:
-    """The prefixes of the datasets on this file system, without repetition, and whether ``--split`` divides
-    them. Those in object storage are read when the dataset opens them."""
+    """The prefixes of the datasets on this file system, without repetition, and whether ``--split``
+    divides them. Those in object storage are read when the dataset opens them."""
     from megatron.training.utils import get_blend_and_blend_per_split
 
     blend, per_split = get_blend_and_blend_per_split(args)
@@ -337,8 +348,8 @@ def check_split(prefix: str, split: str, sequences: int) -> None:
         first, last = (round(end * sequences) for end in share)
         if first == last:
             raise InputError(
-                f"--split {split}: the {name} share of {prefix} ({sequences} documents) is empty; give it a "
-                "larger share or 0"
+                f"--split {split}: the {name} share of {prefix} ({sequences} documents) is empty; "
+                "give it a larger share or 0"
             )
 
 
