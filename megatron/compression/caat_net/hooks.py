@@ -64,6 +64,7 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
             raise SettingError(
                 "caat_net.sync_fraction", None, f"does not cover {path}", "drop the flag"
             )
+        # The subclasses add no state, so a built layer can change its class.
         if type(module) in _CLASSES:
             symbols.change_class(module, _CLASSES[type(module)])
         if isinstance(module, PartialRowParallelLinear):
@@ -99,6 +100,7 @@ def _share_weight_gradients(chunk: torch.nn.Module) -> None:
     next qkv, which are not of one graph where layers are recomputed."""
     layers = [layer for layer in chunk.decoder.layers if isinstance(layer, TransformerLayer)]
     pairs = [(layer.self_attention.linear_proj, layer.mlp.linear_fc1) for layer in layers]
+    # Two layers are two graphs where each is recomputed by itself, and a node is of one graph.
     if chunk.config.recompute_granularity is None:
         pairs += [
             (layer.mlp.linear_fc2, following.self_attention.linear_qkv)
@@ -115,6 +117,7 @@ def _mark_rank_local(chunk: torch.nn.Module) -> None:
     and keys itself."""
     cut = cut_without_mark(chunk)
     for name, parameter in chunk.decoder.named_parameters():
+        # Sharded parameters have gradients of their own on every rank.
         sharded = parameter in cut or getattr(parameter, "tensor_model_parallel", False)
         if not sharded and not any(part in name for part in QUERY_KEY_NORMS):
             setattr(parameter, _MARK, True)
@@ -123,6 +126,7 @@ def _mark_rank_local(chunk: torch.nn.Module) -> None:
 def _sum_after_finalizing(config: TransformerConfig, ledger: Ledger) -> None:
     """Let ``config.finalize_model_grads_func``, which Megatron's loop keeps, sum the marked
     gradients as well. Idempotent."""
+    # Several chunks of a stage share one config.
     if not isinstance(config.finalize_model_grads_func, _FinalizeAndSum):
         config.finalize_model_grads_func = _FinalizeAndSum(config.finalize_model_grads_func, ledger)
 
@@ -142,6 +146,7 @@ class _FinalizeAndSum:
     def __call__(
         self, model: list[torch.nn.Module], num_tokens=None, pg_collection=None, **options
     ) -> None:
+        # Data parallelism first: the sum over streams is of gradients that are reduced.
         self.finalize(model, num_tokens, pg_collection=pg_collection, **options)
         if pg_collection is None:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -166,6 +171,7 @@ def sum_rank_local_gradients(
         for parameter in chunk.parameters():
             if not parameter.requires_grad or not getattr(parameter, _MARK, False):
                 continue
+            # DDP reduces into main_grad; without it autograd's own gradient is all there is.
             gradient = getattr(parameter, "main_grad", None)
             if gradient is None:
                 gradient = parameter.grad

@@ -13,6 +13,7 @@ def gather_objects[Value](value: Value, group: dist.ProcessGroup | None = None) 
         value: anything that pickles; its type may differ from rank to rank.
         group: the ranks that tell each other; None: all ranks of the job.
     """
+    # torch fills a list of the right length.
     ranks = dist.get_world_size() if group is None else group.size()
     values: list = [None] * ranks
     dist.all_gather_object(values, value, group=group)

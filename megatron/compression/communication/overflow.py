@@ -152,11 +152,13 @@ def encode(
         the payloads, uint8 ``[rows, bytes]``.
     """
     payloads = codec.encode(rows)
+    # Only lossless codecs overflow; for all others this is one call.
     if not codec.lossless:
         return codec, payloads
     if transport.overflow.state is State.NOTED:
         transport.overflow.note(codec, payloads)
     elif transport.any_rank(codec.overflow_flag(payloads)):
+        # All ranks go this way together, since they have read the same answer.
         codec = AsIs(rows.dtype)
         payloads = codec.encode(rows)
     return codec, payloads

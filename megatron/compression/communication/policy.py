@@ -164,10 +164,12 @@ class Policy:
         rule = self.rules.get(traffic)
         if rule is None or not rule.codecs:
             return _UNCOMPRESSED["off"]
+        # Gradients and weights are not sent in evaluation, and keep their rule.
         if self.validate_uncompressed and self.ledger.evaluating and rule.activations:
             return _UNCOMPRESSED["evaluation"]
         if self.left_out is not None and self.left_out(traffic):
             return _UNCOMPRESSED["auto"]
+        # Few settings have choices: the common case costs no call.
         codec = rule.codec_at(site, layer) if rule.choices else rule.codec
         if codec is None or (rule.layers is not None and layer not in rule.layers):
             return _UNCOMPRESSED["excluded"]
@@ -181,6 +183,7 @@ class Policy:
             capturing = self.ledger.captures.captured is not None
             if self.overflow.turns_off(traffic, capturing):
                 return _UNCOMPRESSED["overflow"]
+        # The usual decision is one object, made once.
         return rule.compressed if codec is rule.codec else Decision(codec, "compressed")
 
 

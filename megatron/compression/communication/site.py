@@ -183,6 +183,7 @@ class CommSite:
             decision: how it is sent; None: the policy decides.
         """
         run = self.run
+        # A pair has decided already.
         codec, reason = decision or self.decide(traffic, nbytes)
         if codec is None:
             run.ledger.record_uncompressed(traffic, reason, operation, nbytes, self.group.size())
@@ -220,6 +221,7 @@ class CommSite:
         version, transport = self._transports.get(traffic, (-1, None))
         # ``Transports.prepare`` may have found the group another transport since.
         if transport is None or version != self.run.transports.version:
+            # What is really sent is counted where it is sent; ``record_plain`` has the other side.
             on_send = partial(self.run.ledger.record, traffic, "compressed")
             transport = self.run.transports.transport(self.group, on_send, self.fused)
             self._transports[traffic] = self.run.transports.version, transport
@@ -278,6 +280,7 @@ class SiteMessage:
             self.codec = None
             return x
         self._measure(x)
+        # Another codec comes back where a lossless payload did not fit on some rank.
         self.codec, payload = encode(self.codec.hops[1], x[None], self.site.transport(self.traffic))
         return payload
 
@@ -369,6 +372,7 @@ def enclosing_layer(module_path: str, layer_numbers: Mapping[str, int]) -> int |
         module_path: of the module.
         layer_numbers: numbers of the chunk's transformer layers, by their paths.
     """
+    # Layers do not nest, so the first that fits is the only one.
     for path, number in layer_numbers.items():
         if module_path.startswith(path + "."):
             return number

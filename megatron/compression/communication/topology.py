@@ -31,6 +31,7 @@ def group_by_node(node_of_rank: Sequence[int]) -> tuple[int, int] | None:
     of every other node to pair with.
     """
     local = list(node_of_rank).count(node_of_rank[0])
+    # The node of each run of ``local`` members, if runs are regular.
     nodes = node_of_rank[::local]
     expected = [node for node in nodes for _ in range(local)]
     if list(node_of_rank) != expected or len(set(nodes)) != len(nodes):
@@ -164,6 +165,7 @@ class Topology:
             return HostTransport(self.memory, on_send, self.overflow)
         if link is None:
             return TorchTransport(self.group, on_send, self.more, self.overflow)
+        # Several groups of the same ranks: each takes a share.
         group, *more = self.hops[link]
         return TorchTransport(group, on_send, more, self.overflow)
 
@@ -293,7 +295,9 @@ def nodes_by_views(sizes: Sequence[int], hosts: Sequence[str]) -> list[int]:
             sizes[first : first + size]
         )  # fewer at the end: not all of its ranks are in the job
         if not size or members != [size] * len(members):
+            # A launcher that does not say, or one that has spread ranks unevenly.
             return by_host
         nodes += [first] * len(members)
+    # A size that is wrong for the hosts: a container's, say.
     several_hosts_a_node = len(set(zip(nodes, hosts, strict=True))) > len(set(nodes))
     return by_host if several_hosts_a_node else nodes

@@ -106,6 +106,7 @@ class TorchTransport:
             received = rows.new_empty((sum(recv_counts), rows.shape[1]))
         if self.on_send is not None:
             self.on_send("all_to_all", rows.nbytes * (self.world_size - 1) // self.world_size)
+        # Empty lists mean equal parts, which the backends send without a table of counts.
         outputs: list[int] = []
         inputs: list[int] = []
         if send_counts is not None and recv_counts is not None:
@@ -145,6 +146,7 @@ class TorchTransport:
             result: ``[rows, size]``, filled when the work is done.
             x: ``[n, size]``.
         """
+        # By bytes of each row, not by rows: every communicator has something for every rank.
         shares = [share.contiguous() for share in x.tensor_split(len(self.groups), dim=-1)]
         # Collectives need contiguous results, so the shares meet in a copy at the end.
         parts = [result.new_empty((len(result), share.shape[-1])) for share in shares]
@@ -196,6 +198,7 @@ class HostTransport(TorchTransport):
             ValueError: counts that do not add up, which would copy past the tensors.
         """
         even = [len(rows) // self.world_size] * self.world_size
+        # An empty list is no counts, as above.
         send_counts = send_counts or even
         recv_counts = recv_counts or even
         ranks = {len(send_counts), len(recv_counts)}
@@ -218,6 +221,7 @@ class HostTransport(TorchTransport):
         gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
             self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
+        # The same bytes for every rank, this one included.
         sends = [DeviceBytes(payload.data_ptr(), payload.nbytes)] * self.world_size
         receives = _parts(gathered, [1] * self.world_size)
         return gathered, self.memory.exchange(sends, receives, (payload, gathered))
@@ -295,6 +299,7 @@ class SymmetricTransport(TorchTransport):
             codec: its first hop encodes.
             out: contiguous ``[n, ...]`` for the result; None: a new tensor.
         """
+        # The kernel stores in peers' memory and waits for its own: nothing is under way afterwards.
         out = self.symmetric.reduce_scatter(x, codec.fused_config, out=out)
         return self._completed(out, x.numel() // self.world_size, all_to_all=codec.fused_config)
 
@@ -389,6 +394,7 @@ class Transports:
                 owners.append(group)
         created = new_groups(wanted)
         assert created is not None, "all ranks of the job call, so they can make groups"
+        # In the order in which they were asked for.
         for group, more in zip(owners, created, strict=True):
             self._more_groups.setdefault(group, []).append(more)
         return lines
@@ -438,6 +444,7 @@ class Transports:
             return None, "no CUDA device"
         from taco_kernels import symmetric_memory
 
+        # Memory of any kind is shared inside one host.
         if reason := symmetric_memory.hosts_reason(group):
             return None, reason
         if self.choice == "host":
@@ -495,6 +502,7 @@ class Transports:
         if memory is None or not fused:
             more_groups = self._more_groups.get(group, ())
             return TorchTransport(group, on_send, more_groups, self.overflow)
+        # Codecs without a kernel of their own fall back to torch.distributed inside it.
         return SymmetricTransport(memory, on_send, self.overflow)
 
 

@@ -20,6 +20,7 @@ class ContextParallel(Dimension):
     def attach(self, chunks: list[torch.nn.Module]) -> None:
         groups: dict[dist.ProcessGroup, None] = {}
         config = self.config
+        # Before any site is made: a model is attached as a whole or not.
         if config.enabled and (reason := self.refusal(chunks)):
             raise SettingError(config.path("compression"), None, f"cannot compress {reason}")
         for path, module in _modules(chunks):

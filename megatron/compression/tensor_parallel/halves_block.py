@@ -58,6 +58,7 @@ class Dropout:
             ones = total.new_ones(tokens, sum(self.sizes), hidden)
             mask = F.dropout(ones, self.probability) != 0
             self._masks = list(mask.split(self.sizes, 1))
+        # The halves ask in turn, the first one first.
         mask = self._masks.pop(0)
         scale = 1 / (1 - self.probability)
         return lambda x: x * scale * mask
@@ -121,6 +122,7 @@ class HalvesBlock(TransformerBlock):
         for name in _NOT_HALVED:
             if options.get(name) is not None:
                 raise InputError(f"{name} is not halved; drop {_HALVES}")
+        # As megatron-core's block: a view would keep its base, and the pipeline frees outputs.
         hidden_states = make_viewless_tensor(inp=received, requires_grad=True, keep_graph=True)
         arguments = {name: options.get(name) for name in _PASSED_ON}
         arguments["attention_mask"] = attention_mask
@@ -219,6 +221,7 @@ def _arguments_by_half(
     first = dict(arguments)
     second = dict(arguments)
     mask = arguments["attention_mask"]
+    # One mask for all sequences is given to both.
     if mask is not None and mask.shape[0] == sum(sizes):
         first["attention_mask"], second["attention_mask"] = mask.split(sizes)
     angles = arguments["rotary_pos_emb"]

@@ -65,6 +65,7 @@ class RowStandIn:
 
     def backward(self, operation: str) -> Message:
         """Return the gather of the output's gradient, which may be under way already."""
+        # Frozen below, or the last block: nobody has begun one.
         if self._gradient_gather is None:
             return self.site.message("tp.backward", operation, self._nbytes)
         # Handed over once: the result is the layer's.
@@ -136,6 +137,7 @@ class _OutputSum:
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         message = self._message
         stand_in = self._stand_in
+        # Not waited for: BlockInput.compute does.
         stand_in.total = message.start(x)
         stand_in.dtype = x.dtype
         tokens = x.shape[0]
@@ -160,6 +162,7 @@ class _InputGradientSum:
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         message = self._message
         work = message.start(x)
+        # BlockInputBackward waits for it, a block later.
         self._stand_in.gradient = work
         tokens = x.shape[0]
         if message.operation == "reduce_scatter":
@@ -236,6 +239,7 @@ class _LeftUnderWay(Work):
 
     @property
     def exchanges(self) -> int:
+        # One fewer, so that a layer that advances it leaves the last one under way.
         return max(self._work.exchanges - 1, 0)
 
     def advance(self) -> None:
@@ -255,5 +259,6 @@ def empty(
         dtype: its type.
         shape: its shape; None: that of ``like``.
     """
+    # Strides of 0: every index is the same element.
     shape = tuple(like.shape if shape is None else shape)
     return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=like.device)

@@ -117,6 +117,7 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
 
     def _forward_impl(self, input, weight, *args, **kwargs):
         """Return the product ``[s, b, h_out / W]``, in place of megatron-core's function."""
+        # Frozen inputs and CAAT-Net's streams have nothing to sum.
         communicates = kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"]
         if self.site is None or not communicates:
             return super()._forward_impl(input, weight, *args, **kwargs)
@@ -125,6 +126,7 @@ class CompressedColumnParallelLinear(ColumnParallelLinear):
             nbytes = input.nbytes * self.site.group.size()
             messages = self.site.pair("tp.forward", "tp.backward", nbytes)
         else:
+            # Without sequence parallelism the input is whole on every rank.
             messages = self.site.pair(None, "tp.backward", input.nbytes)
         if messages.compressed:
             return column_parallel_linear(
@@ -245,6 +247,7 @@ class CompressedLanguageModelEmbedding(LanguageModelEmbedding):
             self.site.group.rank(),
             lambda gradient: messages.backward("all_gather").start(gradient).wait(),
         )
+        # Ranks hold different tokens and draw different dropout.
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return self.embedding_dropout(embeddings)
 
@@ -311,6 +314,7 @@ class CompressedSelfAttention(SelfAttention):
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
+        # As megatron-core's method ends.
         if self.config.test_mode:
             self.run_realtime_tests()
         return query, key, value

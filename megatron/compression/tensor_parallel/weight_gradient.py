@@ -68,6 +68,7 @@ def dropped_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     backward = torch._C._current_graph_task_id()  # -1 outside of a backward
+    # A second use in one backward: the hook has been told already.
     if backward >= 0 and getattr(weight, "reported_in", -1) == backward:
         return None
     weight.grad_added_to_main_grad = True

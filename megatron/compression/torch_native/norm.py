@@ -38,6 +38,7 @@ class _MegatronNorm:
                 "--fused-residual-rmsnorm fuses kernels of Transformer Engine; "
                 "use --transformer-impl transformer_engine or drop it"
             )
+        # Before the constructor of torch's, which initialises the weight.
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
