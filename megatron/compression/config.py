@@ -148,6 +148,8 @@ class CompressionConfig:
             "must be a percentage >= 0",
             "give a number such as 0.1",
         )
+        # Halves overlap one half-batch's sums with the other's products, layer by layer; CAAT-Net
+        # replaces the very layers that they need.
         if self.tensor_parallel.halves and self.caat_net.enabled:
             raise SettingError(
                 "caat_net.sync_fraction",
@@ -164,6 +166,7 @@ class CompressionConfig:
         experts = setting("expert_parallel.compression")
         # What --compression auto will choose is not known yet: it may use any setting.
         undecided = bool(self.auto)
+        # Each pair below: a setting that was given, and whether anything will read it.
         compresses = undecided or self.enabled
         activations = undecided or any(getattr(self, name).enabled for name in ACTIVATIONS)
 
@@ -177,6 +180,7 @@ class CompressionConfig:
             _require_user("error_bound", self._layers_compress, _LAYERS)
         if self.start_iteration:
             _require_user("start_iteration", compresses, tensor)
+        # "auto" falls back by itself, so it is never idle.
         if self.transport != "auto":
             self._refuse_idle_transport()
 
@@ -208,6 +212,7 @@ class CompressionConfig:
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
         """The policy's rules by traffic class; see ``DimensionConfig.rules``."""
+        # Traffic classes of two dimensions never have the same name: tp.forward, dp.gradient, ...
         parts = [part.rules(self.start_iteration, train_iters) for part in self.dimensions]
         return {traffic: rule for part in parts for traffic, rule in part.items()}
 
@@ -240,6 +245,7 @@ class CompressionConfig:
 
         Returns: a line for the log if that was done.
         """
+        # Undecided counts: buffers are made before --compression auto decides.
         if not self.tensor_parallel.enabled and "tensor_parallel" not in self.auto:
             return []
         # The flag has a dozen companions, tp_comm_overlap_ag, tp_comm_bulk_dgrad and so on, each a
@@ -283,6 +289,7 @@ class CompressionConfig:
             )
         if self.validate_uncompressed:
             flag = setting("validate_uncompressed")
+            # In a dimension of one rank nothing is sent, and gradients are not sent in evaluation.
             parts = [getattr(self, name) for name in ACTIVATIONS]
             if any(part.enabled and part.ranks(args) > 1 for part in parts):
                 lines.append(f"evaluation sends activations uncompressed ({flag})")
@@ -326,6 +333,7 @@ def from_environment(name: str) -> int | None:
     # A misspelt variable would silently do nothing.
     for variable in os.environ.keys() - _VARIABLES.keys():
         if variable.startswith("MEGATRON_COMPRESSION_"):
+            # cutoff 0.0: the nearest name is shown however far off it is.
             (near,) = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.0)
             raise CompressionConfigError(
                 f"{variable} is unknown; did you mean {near}? If not, unset it"
@@ -375,10 +383,12 @@ def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     Returns: ``--tp-compression taco -> int6`` for each flag or variable.
     """
     changes = []
+    # Compared as typed, so that two spellings of one default are no change.
     for name, paths in _TYPED.items():
         old = _as_typed(saved, paths)
         new = _as_typed(now, paths)
         decides_results = paths[0].rpartition(".")[2] not in SAME_RESULTS
+        # A checkpoint that is older than a flag has no value for it: no change of the user's.
         if old and old != new and decides_results:
             changes.append(f"{name} {old} -> {new}")
     return changes

@@ -105,6 +105,7 @@ def codec_of(spec: str | None, path: str) -> Codec | None:
             f": {name} compresses gradients of weights only",
             f"give it to {setting('data_parallel.compression')}",
         )
+    # A codec refuses a value without knowing which setting has it: the block adds the name.
     with refused_for(path):
         return parse_codec(spec, path.partition(".")[0])
 
@@ -119,6 +120,7 @@ def refuse_arguments(args: Any, reasons: Mapping[str, str], fix: str) -> None:
 
     Raises: SettingError: one of them is set.
     """
+    # getattr: a version of Megatron or a front end that lacks the argument cannot have it set.
     for name, reason in reasons.items():
         if getattr(args, name, None):
             raise SettingError(f"args.{name}", None, reason, fix)
@@ -134,6 +136,7 @@ def refuse_fp16(args: Namespace, path: str, codecs: Iterable[Codec | None]) -> N
 
     Raises: SettingError: one of them is lossless.
     """
+    # The payload keeps sign and mantissa as they are and codes bf16's and fp32's exponent.
     if args.fp16 and any(codec is not None and codec.lossless for codec in codecs):
         raise SettingError(
             path,
@@ -288,6 +291,9 @@ class SentOnce(ActivationConfig):
         """The codec of the gradients; None: uncompressed."""
         if self.backward is not None:
             return codec_of(self.backward, self.path("backward"))
+        # No gradients' codec is given: the activations' codec knows which one suits their
+        # gradients (TAH-Quant's is plain 6 bits), and uncompressed activations imply uncompressed
+        # gradients.
         if self.forward_codec is None:
             return None
         return self.forward_codec.backward
@@ -304,6 +310,8 @@ class SentOnce(ActivationConfig):
     def rules(
         self, start_iteration: int | None, train_iters: int | None = None
     ) -> dict[str, Rule[Codec | None]]:
+        # None means "from the first iteration on" here; only compressors of gradients have a start
+        # of their own.
         start = start_iteration or 0
         traffic = self.parallelism.traffic
         return {

@@ -117,9 +117,11 @@ class SettingError(CompressionConfigError):
         if self.reason is None:
             return self.path
         text = self.names.of(self.path)
+        # "outer=" ends with the sign that its value follows: "outer=int8", but "--flag int8".
         if self.value is not None:
             space = "" if text.endswith("=") else " "
             text += f"{space}{self.value}"
+        # A reason that is a sentence of its own begins with a colon, right after the value.
         if not self.reason.startswith(":"):
             text += " "
         text += self.names.resolve(self.reason)
@@ -144,7 +146,7 @@ def refused_for(path: str) -> Iterator[None]:
     try:
         yield
     except SettingError:
-        raise
+        raise  # it names its setting already
     except CompressionConfigError as error:
         raise SettingError(path, None, f": {error.args[0]}") from None
 
@@ -337,9 +339,12 @@ def one_line_errors() -> Iterator[None]:
         # Not imported here: what fails may be the import of megatron.training.
         training = sys.modules.get("megatron.training.global_vars")
         line = explain(error, getattr(training, "_GLOBAL_ARGS", None))
+        # A bug, ours or Megatron's: the trace is what somebody needs to mend it.
         if line is None:
             _report_to_launcher(error)
             raise
+        # Peers of a dead rank fail at the same moment. If they ended first, torchrun would name
+        # one of them as the cause.
         if lost_peer(error):
             _fail_after_the_others(line)
         fail(line)

@@ -21,6 +21,8 @@ _NO_FLAGS = ("data_parallel_size", "world_size", "total_model_size", "rank", "pa
 def _world_size(args: Namespace) -> str:
     """The ranks that were started are no multiple of those that a replica of the model needs."""
     needed = 1
+    # Ranks of one replica of the model: the product of these three sizes. The rest of the world is
+    # data-parallel.
     sizes = []
     for name in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"):
         size = getattr(args, f"{name}_size")
@@ -47,6 +49,7 @@ def _batch_size(args: Namespace) -> str:
 def _heads(args: Namespace) -> str:
     """Heads that do not divide the hidden size leave no size of a head."""
     hidden, heads = args.hidden_size, args.num_attention_heads
+    # Suggest the nearest number of heads that works.
     divisors = [number for number in range(1, hidden + 1) if hidden % number == 0]
     nearest = min(divisors, key=lambda number: abs(number - heads))
     return (
@@ -124,6 +127,7 @@ def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | N
         return sentence
     if not text:
         return _condition(message, args)
+    # Megatron's check of required arguments: "num_layers argument is None".
     missing = re.fullmatch(r"(\w+) argument is None", message)
     if missing:
         return f"--{missing[1].replace('_', '-')} is missing: give it"
@@ -171,6 +175,8 @@ def _condition(condition: str, args: Namespace | None) -> str:
         value = getattr(args, name, None)
         return _flag(name) if value is None else f"{_flag(name)} {value}"
 
+    # The common forms of conditions, each as a sentence; any other is shown as it stands, with
+    # flags for names.
     missing = re.fullmatch(r"args\.(\w+) is not None", condition)
     if missing:
         return f"{_flag(missing[1])} is missing: give it"
@@ -192,6 +198,7 @@ def _condition(condition: str, args: Namespace | None) -> str:
 
 def _zero(error: BaseException, args: Namespace | None) -> str | None:
     """The line for a division by an argument that is 0."""
+    # The divisor is one of the arguments in the failing line, the one that is 0.
     source = traceback.extract_tb(error.__traceback__)[-1].line or ""
     for name in re.findall(r"\bargs\.(\w+)", source):
         if getattr(args, name, None) == 0:
