@@ -58,6 +58,8 @@ class Dimension:
         self.run = run
         self.log = log
 
+    # In the order in which a run calls them:
+
     def adopt(self, config: Any) -> None:
         """Use these settings, whose rules the policy has already; before anything is attached."""
         self.config = config

@@ -34,6 +34,7 @@ _LOST = "lost the connection to another rank: it died or was stopped; its own lo
 _SLOW = (
     "another rank did not answer within --distributed-timeout-minutes: it hangs, or is that slow"
 )
+# Part of the text of an exception that another rank is the reason of -> what to say.
 _LOST_PEER = {
     # gloo's, which has one type for everything
     "Connection closed by peer": _LOST,
@@ -201,6 +202,13 @@ def fail(message: str) -> NoReturn:
     os._exit(2)  # a peer may be inside a collective: leaving by sys.exit could wait for it
 
 
+# How a rank that dies is shown, under torchrun:
+#
+#   rank 1 raises       writes its error file, prints its trace, exits     -> root cause: rank 1
+#   rank 0 loses it     waits here                                         -> ended by torchrun
+#
+# If rank 0 wrote its file at once, its time would often be the earlier one, and torchrun would show
+# it alone.
 def _fail_after_the_others(message: str) -> NoReturn:
     """End like ``fail``, but after a rank that has died: the launcher has noticed it by then, has
     ended this process, and names that rank and its error as the cause."""
@@ -330,9 +338,10 @@ def one_line_errors() -> Iterator[None]:
     """Run an entrypoint's body so that bad input ends it with one line and a non-zero status."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the user knows the reason
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
+        # One rank may leave alone, by sys.exit in a codec for instance: the launcher hears of it.
         if isinstance(error, SystemExit):
             _report_to_launcher(error)
             raise

@@ -82,6 +82,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         help="Compress tensor-parallel traffic with TACO at the paper's settings. --taco SETTINGS is the "
         "same as --tp-compression taco:SETTINGS, with SETTINGS such as format=fp8-e5m2,group=256.",
     )
+    # The rest is what the table of names and the fields of the config say.
     for flag, paths in FLAGS.items():
         fields = [_field(path) for path in paths]
         if len(fields) == 2:
@@ -245,6 +246,7 @@ def _values_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
     given."""
     values: dict[str, dict[str, Any]] = {}
     for flag, paths in FLAGS.items():
+        # argparse's name of a flag's value; one of two values is a list.
         typed = getattr(args, flag.strip("-").replace("-", "_"))
         if not isinstance(typed, list):
             typed = [typed]
@@ -259,6 +261,7 @@ def _tensor_parallel_spec(args: Namespace) -> str | None:
     spec = args.tp_compression[0] if args.tp_compression else None
     if args.taco is None:
         return spec
+    # --taco beside --tp-compression taco says the same twice, which a launch script may do.
     if spec not in (None, "taco"):
         raise CompressionConfigError(
             f"--taco is --tp-compression taco, not {spec}; drop one of the two"

@@ -148,8 +148,8 @@ def _sentence(message: str, args: Namespace | None) -> str | None:
 
 @explains("parse_and_validate_args")
 def before_the_checks(error: BaseException, args: Namespace | None) -> str | None:
-    """What is asserted before Megatron's own checks, as of --use-checkpoint-args without a
-    checkpoint."""
+    """The line of what is asserted before Megatron's own checks, as of --use-checkpoint-args
+    without a checkpoint."""
     if isinstance(error, AssertionError) and raised_in(error, "parse_and_validate_args"):
         return first_line(error)
     return None
@@ -157,14 +157,14 @@ def before_the_checks(error: BaseException, args: Namespace | None) -> str | Non
 
 def _checked_arguments(error: BaseException) -> Namespace | None:
     """The ``args`` of the innermost function that the exception came through and that has such."""
-    found = None
+    arguments = None
     trace = error.__traceback__
     while trace is not None:
         candidate = trace.tb_frame.f_locals.get("args")
         if isinstance(candidate, Namespace):
-            found = candidate
+            arguments = candidate
         trace = trace.tb_next
-    return found
+    return arguments
 
 
 def _condition(condition: str, args: Namespace | None) -> str:
@@ -185,8 +185,8 @@ def _condition(condition: str, args: Namespace | None) -> str:
         return f"{typed(multiple[1])} must be a multiple of {typed(multiple[2])}"
     comparison = re.fullmatch(r"args\.(\w+) (<|<=|>|>=) (?:args\.(\w+)|(\S+))", condition)
     if comparison:
-        name, operator, other, number = comparison.groups()
-        bound = typed(other) if other else number
+        name, operator, bound_name, number = comparison.groups()
+        bound = typed(bound_name) if bound_name else number
         return f"{typed(name)} must be {_OPERATORS[operator]} {bound}"
     absent = re.fullmatch(r"not args\.(\w+)", condition)
     if absent:
@@ -207,7 +207,7 @@ def _zero(error: BaseException, args: Namespace | None) -> str | None:
 
 
 def _flag(name: str) -> str:
-    """What a user types for an argument; words for those that Megatron computes."""
+    """The flag that a user types for an argument; words for those that Megatron computes."""
     if name in _NO_FLAGS:
         return name.replace("_size", " size").replace("_", "-")
     return f"--{name.replace('_', '-')}"

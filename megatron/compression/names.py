@@ -87,6 +87,8 @@ def argument(name: str) -> str:
     return f"{{args.{name}}}"
 
 
+# A path has letters, digits, underscores and points: "{}" or "{x=1}" in a message are what they
+# are.
 _REFERENCE = re.compile(r"\{([a-z_][a-z0-9_.]*)\}")
 """What ``setting`` and ``argument`` return."""
 
@@ -107,6 +109,7 @@ class Names:
 
     def of(self, path: str) -> str:
         """The text that the user types for a setting's path, or for ``args.NAME``."""
+        # Without a name of its own an argument is its flag: --seq-length for args.seq_length.
         if path.startswith("args."):
             name = path.removeprefix("args.")
             return self.arguments.get(name, f"--{name.replace('_', '-')}")
@@ -139,6 +142,7 @@ def _names_in_python() -> Names:
         "tensor_parallel.min_mb": "min_mb",
         "data_parallel.outer": "DataParallelConfig.compression outer=",
     }
+    # What the command line has is what can be set; in Python each setting is a field of one class.
     for path in FLAG_NAMES.settings:
         owner, _, name = path.rpartition(".")
         if path in names:

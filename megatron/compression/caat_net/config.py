@@ -50,7 +50,8 @@ class CaatNetConfig:
 
     def __post_init__(self) -> None:
         with spelled(PYTHON_NAMES):
-            if not 0 < self.sync_fraction <= 1:  # NaN too
+            # Written so that a NaN, which compares as false, is refused, too.
+            if not 0 < self.sync_fraction <= 1:
                 raise SettingError(
                     _PATH,
                     f"{self.sync_fraction:g}",
@@ -112,6 +113,7 @@ class CaatNetConfig:
                 "synchronises nothing",
                 "raise it or drop the flag",
             )
+        # Each of these assumes that the ranks hold one residual stream, or adds weights that do.
         refuse_arguments(args, _REFUSED, f"drop it or {setting(_PATH)}")
         refuse_by_layer(
             args,

@@ -43,6 +43,8 @@ class ContextParallelConfig(SentOnce):
         refuse_fp16(args, self.path("compression"), (self.forward_codec, self.backward_codec))
         if args.context_parallel_size == 1:
             return
+        # Torch-native layers gather keys and values by a collective of ours, which a codec can
+        # encode.
         if args.transformer_impl != "local":
             raise SettingError(
                 self.path("compression"),

@@ -36,8 +36,7 @@ _OUTER = "data_parallel.outer"
 """A part of ``compression``, which errors name by itself."""
 _FLAG = setting(_COMPRESSION)
 
-# Megatron's argument -> why its gradients or weights do not pass through a bucket group that we
-# know
+# Megatron's argument -> why its gradients or weights pass through no bucket group that we know
 _REFUSED = {
     "use_megatron_fsdp": f"communicates inside its own buffers ({argument('use_torch_fsdp2')} is supported)",
     "fp8_param_gather": "gathers fp8 weights already",
@@ -336,6 +335,8 @@ class DataParallelConfig(DimensionConfig):
 def _check_weights(args: Namespace) -> None:
     """Refuse compressed weights where none are gathered, or where their updates are out of
     reach."""
+    # Without shards there is nothing to gather: every rank has all gradients, and updates all
+    # weights.
     if not args.use_distributed_optimizer:
         raise SettingError(
             _WEIGHTS,
@@ -376,6 +377,8 @@ def check_memory(compressor: GradientCompressor | None, settings: Any) -> None:
 
 def _check_repeatable(compressor: GradientCompressor, args: Namespace) -> None:
     """Refuse what would apply a memory twice, or lose it."""
+    # --rerun-mode report_stats runs each iteration again, to compare: a memory would be used up by
+    # the first.
     if args.rerun_mode == "report_stats":
         raise SettingError(
             "args.rerun_mode",

@@ -68,6 +68,7 @@ class ExpertParallelConfig(SentOnce):
                 f"sends tokens inside its kernels, past torch.distributed and {flag}",
                 "use alltoall or allgather, or drop it",
             )
+        # The all-to-all has as many tokens as the router says, which no graph can hold.
         refuse_host_splits(args, flag)
         # A token is a row: a codec has to fit the row's number of values.
         values = args.moe_latent_size or args.hidden_size

@@ -227,6 +227,7 @@ class TensorParallelConfig(ActivationConfig):
             check_halves(args)
         if not self.enabled:
             return
+        # From here on what concerns codecs; halves alone may send uncompressed.
         refuse_fp16(args, _COMPRESSION, self.codecs)
         implementation = args.transformer_impl
         if implementation not in ("local", "transformer_engine"):
@@ -409,6 +410,7 @@ def check_halves(args: Any) -> None:
         if value > 1:
             reason = f"is not supported with {_HALVES}"
             raise SettingError(f"args.{name}", value, reason, "drop one of the two")
+    # A TransformerConfig has no micro-batch size: the model's first forward pass checks it then.
     if getattr(args, "micro_batch_size", 2) < 2:
         raise SettingError(
             "args.micro_batch_size",

@@ -123,8 +123,10 @@ def _mismatch(error: BaseException, saved: Namespace | None, args: Namespace) ->
     message = first_line(error).partition(": [")[0].rstrip(".")
     if len(message) > LONGEST_MESSAGE:
         message = f"{message[:LONGEST_MESSAGE]}..."
-    other = "load weights alone: --no-load-optim" if of_optimizer else "name another checkpoint"
-    return f"{message}. Start with the flags that wrote it, or {other}"
+    alternative = (
+        "load weights alone: --no-load-optim" if of_optimizer else "name another checkpoint"
+    )
+    return f"{message}. Start with the flags that wrote it, or {alternative}"
 
 
 def _saved_arguments(error: BaseException) -> Namespace | None:
@@ -192,8 +194,8 @@ def _typed(args: Namespace, name: str) -> str:
 def _no_such_iteration(source: str, folder: Path, iteration: int) -> str:
     """The line for a --ckpt-step that was not saved."""
     names = sorted(path.name.removeprefix("iter_").lstrip("0") for path in folder.glob("iter_*"))
-    held = ", ".join(names) or "none"
-    return f"{source} has no iteration {iteration}: give --ckpt-step one of those it has ({held}), or drop it"
+    saved_iterations = ", ".join(names) or "none"
+    return f"{source} has no iteration {iteration}: give --ckpt-step one of those it has ({saved_iterations}), or drop it"
 
 
 def damaged_file(folder: str) -> str | None:
