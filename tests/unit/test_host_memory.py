@@ -2,8 +2,11 @@
 order that streams, events and graphs allow."""
 
 import ctypes
+import os
 import random
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -342,3 +345,47 @@ def test_after_an_exchange_that_broke_off_nobody_goes_on(
     for rank in group:
         rank.start(2, sizes)()
     assert not run_all(group, random.Random(0)) and not group[0].checked + group[1].checked
+
+
+@pytest.fixture
+def shared_folder(tmp_path: Path, monkeypatch) -> Path:
+    """A folder in place of /dev/shm."""
+    monkeypatch.setattr(host_memory, "_FOLDER", str(tmp_path))
+    return tmp_path
+
+
+def left_file(folder: Path, name: str, age: float = 3600.0) -> Path:
+    """A file that was last written ``age`` seconds ago."""
+    path = folder / name
+    path.write_bytes(b"\0" * 16)
+    then = time.time() - age
+    os.utime(path, (then, then))
+    return path
+
+
+def test_files_of_killed_processes_are_removed(shared_folder: Path) -> None:
+    """A process that is killed during set-up cannot remove its file: the next run does."""
+    left = left_file(shared_folder, "megatron-taco-killed")
+    file, problem = host_memory._create(4096)
+    assert problem is None and not left.exists()
+    assert Path(file.name).stat().st_size == 4096
+    file.close()
+
+
+def test_files_of_living_processes_stay(shared_folder: Path) -> None:
+    """They are locked by the process that has made them."""
+    living, _ = host_memory._create(4096)
+    then = time.time() - 3600
+    os.utime(living.name, (then, then))
+    another, _ = host_memory._create(4096)
+    assert Path(living.name).exists()
+    living.close()
+    another.close()
+
+
+def test_files_of_the_last_minute_and_of_other_programs_stay(shared_folder: Path) -> None:
+    young = left_file(shared_folder, "megatron-taco-young", age=1.0)
+    foreign = left_file(shared_folder, "nccl-left")
+    file, _ = host_memory._create(4096)
+    assert young.exists() and foreign.exists()
+    file.close()

@@ -26,13 +26,16 @@ Invariants:
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +54,10 @@ SLOTS = 4
 _LINE = 64
 """Bytes between words: those of different ranks share no cache line."""
 _FOLDER = "/dev/shm"
+_PREFIX = "megatron-taco-"
+"""How names of files in that folder begin."""
+_ABANDONED_AFTER = 60.0
+"""Seconds after which a file that nobody has locked counts as left behind."""
 _UNTIL_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _UNTIL_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
@@ -457,11 +464,11 @@ class HostMemory(Rings):
         super().__init__(group.rank(), group.size())
         self.group = group
         size = self.size
-        path = problem = None
+        file = problem = None
         if self.rank == 0:
-            path, problem = _create(size)
+            file, problem = _create(size)
         try:
-            paths = self._agreed(path, problem)
+            paths = self._agreed(None if file is None else file.name, problem)
             self._agreed(None, self._map(paths[0], size, streams))
         except BaseException:
             if self._streams is not None:
@@ -469,8 +476,9 @@ class HostMemory(Rings):
             raise
         finally:
             # All have mapped it, or one never will: the name is not needed any more.
-            if path is not None:
-                os.unlink(path)
+            if file is not None:
+                os.unlink(file.name)
+                file.close()
         _mapped.append(self._memory)
 
     def _map(self, path: str, size: int, streams: Callable[[int, int], CopyEngines]) -> str | None:
@@ -498,10 +506,14 @@ class HostMemory(Rings):
         return [value for value, _ in answers]
 
 
-def _create(size: int) -> tuple[str | None, str | None]:
-    """Make a new file of zeros; return its path and None, or None and the reason why there is
-    none."""
+def _create(size: int) -> tuple[IO[bytes] | None, str | None]:
+    """Make a new file of zeros, and remove those that killed processes have left.
+
+    Returns:
+        The file, locked for as long as it is open, and None; or None and the reason why there is none.
+    """
     try:
+        _remove_abandoned_files()
         room = os.statvfs(_FOLDER)
         free = room.f_bavail * room.f_frsize
         if room.f_blocks and free < 2 * size:  # no blocks: without a limit
@@ -509,10 +521,27 @@ def _create(size: int) -> tuple[str | None, str | None]:
                 f"{ceil_div(size, 1 << 20)} MiB of {_FOLDER} and as many for NCCL and data loaders "
                 f"are needed, {free >> 20} are free; give a container more (--shm-size)"
             )
-        with tempfile.NamedTemporaryFile(
-            prefix="megatron-taco-", dir=_FOLDER, delete=False
-        ) as file:
-            file.truncate(size)
+        file = tempfile.NamedTemporaryFile(prefix=_PREFIX, dir=_FOLDER, delete=False)
+        # The lock says that its process lives and still needs the name.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(size)
     except OSError as error:
         return None, str(error)
-    return file.name, None
+    return file, None
+
+
+def _remove_abandoned_files() -> None:
+    """Remove this user's files that nobody has locked: their processes were killed during set-up.
+
+    Files of the last minute are left alone: one may have been made and not been locked yet.
+    """
+    for path in Path(_FOLDER).glob(f"{_PREFIX}*"):
+        try:
+            status = path.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _ABANDONED_AFTER:
+                continue
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        except OSError:
+            continue  # locked, or removed by another process meanwhile
