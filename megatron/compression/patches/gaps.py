@@ -1,8 +1,8 @@
 """What megatron-core's wheel lacks or expects from apex and Transformer Engine, filled by torch.
 
 Megatron expects the fused optimizers of Transformer Engine or apex, whose step count lives in the parameter
-group. torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core trips over it on the way
-back from a checkpoint:
+group. torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core 0.19.2 trips over it on the
+way back from a checkpoint, by bugs of its own:
 
 MegatronOptimizer.sharded_state_dict(is_loading=True), of all optimizers
     makes the state of an optimizer that has not stepped yet: without a step for Adam, which the first step
@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from megatron.compression.patches.symbols import around, follow, put
+from megatron.compression.patches.symbols import around, extend, follow, put
 
 if TYPE_CHECKING:  # torch is not loaded with this module
     import torch
@@ -39,18 +39,25 @@ _GPT2 = "GPT2BPETokenizer"
 def use_shipped_helpers() -> None:
     """Make ``megatron.core.datasets.utils.compile_helpers`` a no-op where ``helpers_cpp`` imports.
 
-    Why: start-up runs ``make`` in the package's folder, but the wheel ships ``helpers_cpp`` compiled and no
-    Makefile, so training from the wheel dies there, on GPUs as well. Not reached: a source checkout without
-    the compiled module, which keeps Megatron's own behaviour.
+    Why, a bug of megatron-core 0.19.2: start-up runs ``make`` in the package's folder, but the wheel ships
+    ``helpers_cpp`` compiled and no Makefile, so training from the wheel dies there, on GPUs as well. Not
+    reached: a source checkout without the compiled module, which keeps Megatron's own behaviour.
     """
     try:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
     except ImportError:
         return
     utils = importlib.import_module("megatron.core.datasets.utils")
-    bridge = sys.modules.get("megatron.bridge.training.initialize")  # has imported it by name
-    for module in filter(None, (utils, bridge)):
-        put(module, "compile_helpers", lambda: None, "the wheel ships helpers_cpp and no Makefile")
+    # Megatron-Bridge has imported it by name, if it is loaded.
+    bridge = sys.modules.get("megatron.bridge.training.initialize")
+    for module in (utils, bridge):
+        if module is not None:
+            reason = "the wheel ships helpers_cpp and no Makefile"
+            put(module, "compile_helpers", _nothing_to_compile, reason)
+
+
+def _nothing_to_compile() -> None:
+    """Stand in for ``compile_helpers``."""
 
 
 def predict_with_own_layers() -> None:
@@ -60,23 +67,27 @@ def predict_with_own_layers() -> None:
     stage without other layers; model providers of a user's own.
     """
     gpt = importlib.import_module("megatron.training.models.gpt")
+    parameters = ("config", "transformer_layer_spec")
+    follow(gpt, "mtp_block_spec", parameters, _with_layers_of_the_model, lasting=True)
 
-    def run(result: Any, arguments: dict) -> None:
-        block = arguments["transformer_layer_spec"]
-        for parts in (
-            [layer.submodules for layer in result.layer_specs] if result is not None else []
-        ):
-            parts.enorm = parts.hnorm = parts.layer_norm = block.layer_norm
-            parts.mtp_model_layer = (block.layer_specs or [parts.mtp_model_layer])[-1]
 
-    follow(gpt, "mtp_block_spec", ("config", "transformer_layer_spec"), run, lasting=True)
+def _with_layers_of_the_model(result: Any, arguments: dict) -> None:
+    if result is None:  # no layer of multi-token prediction is on this stage
+        return
+    block = arguments["transformer_layer_spec"]
+    for layer in result.layer_specs:
+        parts = layer.submodules
+        parts.enorm = block.layer_norm
+        parts.hnorm = block.layer_norm
+        parts.layer_norm = block.layer_norm
+        if block.layer_specs:
+            parts.mtp_model_layer = block.layer_specs[-1]
 
 
 def fill_rope_slot(rotary: Callable) -> bool:
-    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is missing; whether
-    it is there.
+    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is missing.
 
-    Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None without Transformer Engine, and then
+    Returns whether ``rotary`` is there. Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None without Transformer Engine, and then
     ``--apply-rope-fusion`` is refused. Not reached: packed sequences, which have a slot of their own.
     """
     from megatron.core.models.common.embeddings import rope_utils
@@ -103,53 +114,61 @@ def fill_weight_gradient_slot(add_product: Callable) -> None:
 
     name = "fused_weight_gradient_mlp_cuda"
     module = ModuleType(name, "torch's GEMMs in place of apex's kernels")
-    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_product
-    sys.modules[name] = layers.fused_weight_gradient_mlp_cuda = module
+    # The names say what they accumulate into; torch's product does either.
+    module.wgrad_gemm_accum_fp32 = add_product
+    module.wgrad_gemm_accum_fp16 = add_product
+    sys.modules[name] = module
+    layers.fused_weight_gradient_mlp_cuda = module
     put(layers, "_grad_accum_fusion_available", True, "torch's GEMMs add to main_grad")
 
 
 def keep_buffers_of_layer_graphs() -> None:
     """Let graphs of layers (``--cuda-graph-impl local``) own their inputs and outputs.
 
-    Why: with Transformer Engine installed megatron-core frees inputs that no autograd function of Python has
-    saved, before the backward is captured. torch's norms and products save theirs in C++, so gradients would
-    be wrong. Not reached: Transformer Engine's layers, which save in Python.
+    Why, a bug of megatron-core 0.19.2: with Transformer Engine installed it frees inputs that no autograd
+    function of Python has saved, before the backward is captured (``make_weakref``). torch's norms and
+    products save theirs in C++, so gradients would be wrong. Not reached: Transformer Engine's layers, which
+    save in Python.
     """
     from megatron.core.transformer import cuda_graphs
 
-    put(
-        cuda_graphs,
-        "make_weakref",
-        lambda tensor, inplace=True: tensor,
-        "torch's kernels save in C++",
-    )
+    put(cuda_graphs, "make_weakref", _strong_reference, "torch's kernels save in C++")
+
+
+def _strong_reference(tensor: Any, inplace: bool = True) -> Any:
+    """Stand in for ``make_weakref``: the tensor as it is."""
+    return tensor
 
 
 def build_gpt2_from_its_files() -> None:
     """Let ``--vocab-file`` and ``--merge-file`` alone make a ``GPT2BPETokenizer``.
 
-    Why: ``MegatronHFTokenizer`` reads the name ``gpt2`` from the hub even where it is given both files, and a
-    cluster's nodes reach no hub. Not reached: the tokenizer without files, and BERT's.
+    Why, a bug of megatron-core 0.19.2: ``MegatronHFTokenizer`` reads the name ``gpt2`` from the hub even
+    where it is given both files, and a cluster's nodes reach no hub. Not reached: the tokenizer without
+    files, and BERT's.
     """
     from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer as library
 
-    def build(init, self, tokenizer_path, vocab_file=None, merges_file=None, **more):
-        if tokenizer_path != _GPT2 or not (vocab_file and merges_file):
-            return init(self, tokenizer_path, vocab_file, merges_file, **more)
-        # The hub's gpt2 as a folder: what AutoTokenizer finds there decides, whatever its version.
-        with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as name:
-            folder = Path(name)
-            shutil.copyfile(vocab_file, folder / "vocab.json")
-            shutil.copyfile(merges_file, folder / "merges.txt")
-            (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-            (folder / "tokenizer_config.json").write_text(
-                json.dumps({"tokenizer_class": "GPT2Tokenizer"})
-            )
-            with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=name):
-                return init(self, tokenizer_path, vocab_file, merges_file, **more)
-
     parameters = ("self", "tokenizer_path", "vocab_file", "merges_file")
-    around(library.MegatronHFTokenizer, "__init__", parameters, build, lasting=True)
+    around(library.MegatronHFTokenizer, "__init__", parameters, _made_of_files, lasting=True)
+
+
+def _made_of_files(init, self, tokenizer_path, vocab_file=None, merges_file=None, **options):
+    """Stand in for ``MegatronHFTokenizer.__init__``."""
+    from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer as library
+
+    if tokenizer_path != _GPT2 or not (vocab_file and merges_file):
+        return init(self, tokenizer_path, vocab_file, merges_file, **options)
+    # The hub's gpt2 as a folder: what AutoTokenizer finds there decides, whatever its version.
+    with tempfile.TemporaryDirectory(prefix="gpt2-tokenizer-") as name:
+        folder = Path(name)
+        shutil.copyfile(vocab_file, folder / "vocab.json")
+        shutil.copyfile(merges_file, folder / "merges.txt")
+        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+        tokenizer_config = {"tokenizer_class": "GPT2Tokenizer"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+        with mock.patch.dict(library.MEGATRON_CONFIG_MAP[_GPT2], tokenizer_name=name):
+            return init(self, tokenizer_path, vocab_file, merges_file, **options)
 
 
 def on_master_copy(take: Callable[[Any], bool]) -> None:
@@ -161,11 +180,19 @@ def on_master_copy(take: Callable[[Any], bool]) -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    def copy(copy_main_params, self):
-        if self.is_stub_optimizer or not take(self):
-            copy_main_params(self)
+    name = "_copy_main_params_to_model_params"
+    extend(DistributedOptimizer, name, ("self",), _copying_masters, take)
 
-    around(DistributedOptimizer, "_copy_main_params_to_model_params", ("self",), copy)
+
+def _copying_masters(copy_main_params: Callable, calls: list[Callable[[Any], bool]]) -> Callable:
+    def wrapper(self):
+        if not self.is_stub_optimizer:
+            for take in calls:
+                if take(self):
+                    return
+        copy_main_params(self)
+
+    return wrapper
 
 
 def make_torch_optimizers_resumable() -> None:
