@@ -261,7 +261,13 @@ class CopyQueues(GraphObserver[set[int]]):
             check(driver.cuStreamWriteValue32_v2(queue, word, step.sets, 0))
 
     def copy_local(self, target: int, source: int, size: int) -> None:
-        """Copy what stays on the device, from one address to another."""
+        """Copy what stays on the device.
+
+        Args:
+            target: address that is copied to.
+            source: address that is copied from.
+            size: bytes.
+        """
         check(self._driver.cuMemcpyDtoDAsync_v2(target, source, size, self._queues[False]))
 
     def end(self, tensors: Any) -> "_UnderWay":

@@ -377,7 +377,7 @@ class Transports:
         # Sites that hold a transport ask again.
         self.version += 1
         lines: list[str] = []
-        wanted: list[list[int]] = []
+        ranks_of_groups: list[list[int]] = []
         owners: list[dist.ProcessGroup] = []
         for group in groups:
             if group in self._memory:
@@ -390,9 +390,9 @@ class Transports:
                 line += f", a share on each of {count} communicators"
             lines.append(line)
             for _ in range(count - 1):
-                wanted.append(dist.get_process_group_ranks(group))
+                ranks_of_groups.append(dist.get_process_group_ranks(group))
                 owners.append(group)
-        created = new_groups(wanted)
+        created = new_groups(ranks_of_groups)
         assert created is not None, "all ranks of the job call, so they can make groups"
         # In the order in which they were asked for.
         for group, more in zip(owners, created, strict=True):
@@ -507,7 +507,7 @@ class Transports:
 
 
 def new_groups(
-    wanted: Sequence[Sequence[int]], callers: dist.ProcessGroup | None = None
+    ranks_of_groups: Sequence[Sequence[int]], callers: dist.ProcessGroup | None = None
 ) -> list[dist.ProcessGroup] | None:
     """Make process groups of global ranks, also of the same several times.
 
@@ -515,15 +515,15 @@ def new_groups(
     them in the same places of their lists.
 
     Args:
-        wanted: the global ranks of each group.
+        ranks_of_groups: the global ranks of each group.
         callers: the ranks that call; None: all of the job. Every rank then makes every group that
             any rank wants, in one order.
 
     Returns:
-        The groups in the order of ``wanted``; None where some of the job's ranks alone cannot make
-        any.
+        The groups in the order of ``ranks_of_groups``; None where some of the job's ranks alone
+        cannot make any.
     """
-    everyone = gather_objects([tuple(ranks) for ranks in wanted], callers)
+    everyone = gather_objects([tuple(ranks) for ranks in ranks_of_groups], callers)
     keys = {(number, ranks) for wishes in everyone for number, ranks in enumerate(wishes)}
     alone = callers is not None
     if alone and keys and not _agree_on_names(callers):
@@ -533,7 +533,7 @@ def new_groups(
         for key in sorted(keys)
         if not alone or dist.get_rank() in key[1]
     }
-    return [created[number, tuple(ranks)] for number, ranks in enumerate(wanted)]
+    return [created[number, tuple(ranks)] for number, ranks in enumerate(ranks_of_groups)]
 
 
 def _agree_on_names(callers: dist.ProcessGroup) -> bool:

@@ -262,8 +262,8 @@ class BlockInputBackward:
         """What ``gradients`` returns, where ``start_gather`` has computed it early."""
 
     def start_gather(self) -> None:
-        """With sequence parallelism: compute the gradients and begin to gather that of the previous
-        sum.
+        """Compute the gradients and begin to gather that of the previous sum, with sequence
+        parallelism.
 
         Called before the last product of the other half's backward, which overlaps with the gather.
         The gradient of ``x`` is known by then: the next input of this half has computed it.
@@ -371,12 +371,12 @@ def interleave(
     Returns: the two residual streams ``[s, b, h]`` after the last block.
     """
     following = [*blocks, None, None]
-    current = BlockInput(halves[0], following[0])
-    other = BlockInput(halves[1], following[1])
+    running = BlockInput(halves[0], following[0])
+    waiting = BlockInput(halves[1], following[1])
     for block, next_of_half in zip(blocks, following[2:], strict=True):
-        output = block.run(current, other)
+        output = block.run(running, waiting)
         # The node is made before the other half's block runs: see the order of the backward above.
-        current, other = other, BlockInput(current, next_of_half, output)
-    current.compute()
-    other.compute()
-    return current.x, other.x
+        running, waiting = waiting, BlockInput(running, next_of_half, output)
+    running.compute()
+    waiting.compute()
+    return running.x, waiting.x

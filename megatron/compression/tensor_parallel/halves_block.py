@@ -267,12 +267,12 @@ def _why_not_halved(layer: torch.nn.Module) -> str | None:
         return f"has a {type(attention).__name__}"
     if type(mlp) is not MLP:
         return f"has a {type(mlp).__name__}"
-    for module in (layer.cross_attention, layer.pre_cross_attn_layernorm):
-        if not isinstance(module, IdentityOp):
-            return "has cross attention"
-    for add in (layer.self_attn_bda, layer.mlp_bda):
-        if add is not get_bias_dropout_add:
-            return "adds to the residual stream in a way of its own"
+    if not isinstance(layer.cross_attention, IdentityOp):
+        return "has cross attention"
+    if not isinstance(layer.pre_cross_attn_layernorm, IdentityOp):
+        return "has cross attention"
+    if {layer.self_attn_bda, layer.mlp_bda} != {get_bias_dropout_add}:
+        return "adds to the residual stream in a way of its own"
     for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
         if getattr(linear, "site", None) is None:
             return "has linear layers of another kind"

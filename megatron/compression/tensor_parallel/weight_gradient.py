@@ -29,13 +29,13 @@ def add_product(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Ten
         grad_output: gradient ``[n, h_out]`` of its output.
         main_grad: ``[h_out, h_in]``, fp32 or of the operands' dtype.
     """
-    left = grad_output.t()
+    transposed = grad_output.t()
     if x.dtype == main_grad.dtype:
-        main_grad.addmm_(left, x)
+        main_grad.addmm_(transposed, x)
     elif main_grad.is_cuda:
-        torch.addmm(main_grad, left, x, out_dtype=main_grad.dtype, out=main_grad)
+        torch.addmm(main_grad, transposed, x, out_dtype=main_grad.dtype, out=main_grad)
     else:
-        main_grad.addmm_(left.to(main_grad.dtype), x.to(main_grad.dtype))
+        main_grad.addmm_(transposed.to(main_grad.dtype), x.to(main_grad.dtype))
 
 
 def accumulate(x: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
