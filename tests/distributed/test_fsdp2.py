@@ -194,8 +194,8 @@ def test_the_audit_ends_with_the_step() -> None:
 
 def one_rank_worker(rank: int, ranks: int) -> None:
     mesh = init_device_mesh(DEVICE, (ranks, 1), mesh_dim_names=("other", "own"))
-    assert "payloads of 0.000 MB" in attach(build(mesh=mesh["own"])).summary()
-    assert "payloads of 0.000 MB" not in attach(build(mesh=mesh)).summary()
+    assert "device memory: 0.000 MB of buffers" in attach(build(mesh=mesh["own"])).summary()
+    assert "device memory: 0.000 MB of buffers" not in attach(build(mesh=mesh)).summary()
 
 
 def test_one_rank_sends_to_its_replicas_alone() -> None:
@@ -699,6 +699,24 @@ def test_copies_over_tensor_parallelism(name: str) -> None:
         one, other = results[2 * data_rank : 2 * data_rank + 2]
         assert len(one[0]) == 10
         assert one == other
+
+
+def thawed_worker(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
+    model = tensor_parallel_model(mesh)
+    compression = attach(model, "none", "int8", log=quiet)
+    for frozen in (True, False):
+        model[0].norm.requires_grad_(not frozen)
+        for _ in range(2):
+            model(torch.ones(4, WIDTH, device=DEVICE)).square().mean().backward()
+        rows = compression.run.ledger.rows()
+        uncompressed = [row for row in rows if row["operation"] == "reduce_scatter"]
+        assert not uncompressed and kinds(compression, "dp.gradient") == {"compressed", "exact"}
+
+
+def test_copies_that_are_frozen_and_thawed() -> None:
+    """The others stay compressed in either phase."""
+    spawn(thawed_worker, 4)
 
 
 def test_copies_over_tensor_parallelism_and_replicas() -> None:

@@ -20,7 +20,7 @@ from megatron.compression.data_parallel.compressor import (
     ParameterSpan,
 )
 from megatron.compression.errors import CompressionConfigError
-from megatron.compression.fsdp2.copies import IsCopy, copies_in
+from megatron.compression.fsdp2.copies import Copies, IsCopy, copies_in
 from megatron.compression.fsdp2.parameter_group import (
     DefaultAllocMixin,
     ParameterGroup,
@@ -57,13 +57,35 @@ class GradientSums:
         self.sharded = sharded
         self._is_copy = is_copy
         self._built: dict[int, tuple[GradientSync, GradientBucket]] = {}
+        """By the number of gradients."""
+        self._copies: dict[tuple[bool, ...], Copies] = {}
+        """By which parameters are trained."""
 
-    @cached_property
-    def copies(self):
-        """The copies in a row; known when the first gradients come."""
-        return copies_in(
-            self.group, self._is_copy, self.topology, self.run.ledger, TRAFFIC, with_gradients=True
-        )
+    def copies(self, numel: int) -> Copies | None:
+        """Return where the copies lie in a row of a pass; None: that cannot be known.
+
+        FSDP leaves out frozen parameters, and those that a pass has not used, and does not say which.
+
+        Args:
+            numel: gradients of the pass, over all rows.
+        """
+        trained = tuple(parameter.requires_grad for parameter in self.group.parameters)
+        if trained not in self._copies:
+            self._copies[trained] = copies_in(
+                self.group,
+                self._is_copy,
+                self.topology,
+                self.run.ledger,
+                TRAFFIC,
+                with_gradients=True,
+            )
+        copies = self._copies[trained]
+        sizes = zip(self.group.shard_sizes, trained, strict=True)
+        expected = sum(size for size, is_trained in sizes if is_trained)
+        rows = self.topology.world_size if self.sharded else 1
+        if copies and numel != rows * expected:
+            return None
+        return copies
 
     @cached_property
     def spans(self) -> tuple[ParameterSpan, ...]:
@@ -97,9 +119,7 @@ class GradientSums:
             gradients: all that it is given.
         """
         codec, reason = self.run.policy.decide(TRAFFIC, gradients.nbytes)
-        unknown_positions = bool(self.copies) and gradients.numel() != self.numel
-        if codec is not None and (not gradients.numel() or unknown_positions):
-            # FSDP leaves out parameters that this pass did not use, and does not say which
+        if codec is not None and not self._can_compress(gradients.numel()):
             codec = None
             reason = "exact"
         if codec is None:
@@ -107,6 +127,9 @@ class GradientSums:
                 self.run.ledger, TRAFFIC, reason, operation, gradients.nbytes
             )
         return codec is not None
+
+    def _can_compress(self, numel: int) -> bool:
+        return numel > 0 and self.copies(numel) is not None
 
     def built(self, numel: int) -> tuple[GradientSync, GradientBucket]:
         """Return what sums ``numel`` gradients, made at its first use.
@@ -142,17 +165,17 @@ class GradientSums:
         sync, bucket = self.built(gradients.numel())
         # Started first: it reads the gradients, which the sum overwrites.
         exact = None
-        if self.copies and self.sharded:
-            rows = gradients.view(self.topology.world_size, -1)
-            exact = self.copies.sum_to_owners(rows, scale)
-        elif self.copies:
-            exact = self.copies.sum_everywhere(gradients, scale)
+        copies = self.copies(gradients.numel())
+        if copies and self.sharded:
+            exact = copies.sum_to_owners(gradients.view(self.topology.world_size, -1), scale)
+        elif copies:
+            exact = copies.sum_everywhere(gradients, scale)
         bucket.scale = scale
         # FSDP runs this on its own stream, and overlaps it there: nothing is gained by waiting later.
         sync.start(gradients).wait()
         total = bucket.shard_of(gradients) if self.sharded else gradients
         if exact is not None:
-            self.copies.write(exact.wait(), total)
+            copies.write(exact.wait(), total)
         return total
 
     def buffer_bytes(self) -> int:
