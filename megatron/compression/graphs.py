@@ -230,8 +230,7 @@ class WholeIterations:
         if stage not in self._known:
             passes[stage] += first
         # What a graph was captured for: more micro-batches (batch-size ramp-up), or gradients that
-        # are reduced in
-        # full to be saved, are another sequence of operations.
+        # are reduced in full to be saved, are another sequence of operations.
         size = arguments["num_microbatches"], arguments.get("force_all_reduce")
         now = {stage: size, "decisions": policy.circumstances()}
         # A stage that is met for the first time is no change; the policy's circumstances are of all

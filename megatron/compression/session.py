@@ -111,8 +111,7 @@ class Session:
         self.steps = 0
         """Calls of ``step`` so far."""
         # Policy, ledger and transports are made together: the policy decides by the ledger's phase,
-        # and the run gives
-        # all three one state of lossless payloads.
+        # and the run gives all three one state of lossless payloads.
         ledger = Ledger()
         meter = ErrorMeter(config.error_bound)
         iteration = self._count_steps if self.host.iteration is None else self.host.iteration
@@ -122,8 +121,7 @@ class Session:
         self.run = Run(policy, ledger, transports)
         """What communication sites share: policy, ledger, transports, the state of lossless payloads."""
         # The order matters: CAAT-Net changes layers that tensor parallelism has given their sites,
-        # and data
-        # parallelism comes last, when all parameters are those that are reduced.
+        # and data parallelism comes last, when all parameters are those that are reduced.
         tensor_parallel = TensorParallel(config.tensor_parallel, self.run, self.host.log)
         tensor_parallel.broadcasts_batch = self.host.broadcasts_batch
         self.gradients = DataParallel(config.data_parallel, self.run, self.host.log)

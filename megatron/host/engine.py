@@ -106,8 +106,7 @@ def install() -> None:
     training = _load("megatron.training.training")
     around(training, "initialize_megatron", ("allow_no_cuda",), _without_cuda, lasting=True)
     # It warms up functions that are not compiled here, and draws random numbers, how many depends
-    # on the
-    # tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
+    # on the tensor-parallel size: weights from --use-cpu-initialization would differ between sizes.
     put(training, "set_jit_fusion_options", lambda tp_size=None: None, "nothing is compiled")
     around(training, "build_pretraining_data_loader", (), _with_own_generator, lasting=True)
     install_core()

@@ -134,8 +134,7 @@ class BackendAudit:
         order = list(groups)
         joined = _joined(groups)
         # A row a dimension on every rank, whatever is joined there. Of unequal all-to-alls only the
-        # sums over
-        # ranks agree.
+        # sums over ranks agree.
         sums = torch.zeros(len(order), len(_KEYS), dtype=torch.float64)
         for names, members in joined:
             sums[order.index(names[0])] = self._missing(members, names)

@@ -300,8 +300,7 @@ def _repeating(should_run_forward_backward: Callable) -> Callable:
     from megatron.core.rerun_state_machine import RerunMode, RerunState
 
     # The machine's results before the pass that may be repeated. A process has one machine and one
-    # step at a
-    # time, whichever session trains.
+    # step at a time, whichever session trains.
     results_before: dict[str, Any] | None = None
 
     def wrapper(self, data_iterator):
@@ -313,8 +312,7 @@ def _repeating(should_run_forward_backward: Callable) -> Callable:
         results, results_before = results_before, None
         if results is not None and repetition.end():
             # As if the first pass had not been: its NaNs and spikes are forgotten, and so are its
-            # random states and
-            # micro-batches.
+            # random states and micro-batches.
             vars(self).update(results)
             self.validation_counts.clear()
             self._restore_state()

@@ -207,8 +207,7 @@ def _register(
     if not callable(original):
         raise PatchError(f"{path} does not exist in this version; install those of constraints.txt")
     # Ours may stand there, or lie under what somebody else has put over it: then it is found
-    # through their
-    # wrapper, and a second one would count everything twice.
+    # through their wrapper, and a second one would count everything twice.
     known = _replacements.get((owner, name))
     if known is not None and _reaches(_held(owner, name), known.function):
         if _describe(known.patch) != _describe(patch):

@@ -180,8 +180,7 @@ class TransformerEngineLayers:
         has_bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
         config = getattr(module, "config", None)
         # TE's own graphs hold deferred weight gradients separately, taken from a store of its own;
-        # so does
-        # the schedule of --delay-wgrad-compute.
+        # so does the schedule of --delay-wgrad-compute.
         in_graphs = getattr(config, "cuda_graph_impl", "none") == "transformer_engine"
         by_schedule = getattr(config, "delay_wgrad_compute", False)
         if has_bias or in_graphs or by_schedule:
@@ -199,8 +198,7 @@ class TransformerEngineLayers:
         """Note that a layer's forward begins."""
         if _graph_task() == _OUTSIDE:
             # No backward pass is under way: what one has left is of one that raised. Its deferred
-            # weight
-            # gradients belong to a step that the loop has given up.
+            # weight gradients belong to a step that the loop has given up.
             self.weight_gradients.clear()
             for task in [task for task in _active if task != _OUTSIDE]:
                 del _active[task]
