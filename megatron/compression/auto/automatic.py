@@ -57,6 +57,7 @@ class Automatic:
         """Decide, the first time, and attach to this stage's chunks. Collective over all ranks."""
         if self.args.cuda_graph_impl == "none" and torch.cuda.is_available():
             self._watch_host(chunks)
+        # Decided already: whatever is built later has the same plan.
         if self.plan is not None:
             return self.session.attach_dimensions(chunks)
         plan = self._decide(chunks)
@@ -157,7 +158,8 @@ class Automatic:
         policy = self.session.run.policy
         first = self.session.config.start_iteration or 0
         self._check = Check(unchecked, first, policy.iteration, self._checked, capturing)
-        # From here on the check says which dimension an iteration leaves out.
+        # From here on the check says which dimension an iteration leaves out, and after the last
+        # block which ones have been switched off.
         policy.left_out = self._check.left_out
         if unchecked:
             # What the error meter encodes would be timed.

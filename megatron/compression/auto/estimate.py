@@ -140,6 +140,7 @@ class Group:
             cluster: the nodes that the ranks lie on, one node after the other.
         """
         ranks, stride = _ranks_and_stride(message, args)
+        # Ranks ``stride`` apart: a node holds per_node / stride of them, and every node as many.
         local = math.gcd(ranks, max(1, cluster.per_node // stride))
         return cls(ranks, local, cluster)
 
@@ -156,10 +157,13 @@ class Group:
             return intra.seconds(bytes_sent(operation, int(nbytes), self.ranks))
         if operation == "send":
             return inter.seconds(nbytes)
+        # Each peer gets as much; those of the same node are reached over the inner link.
         if operation == "all_to_all":
             inside = (self.local - 1) / self.ranks * nbytes
             outside = (self.ranks - self.local) / self.ranks * nbytes
         else:
+            # A collective over nodes sums or gathers inside each node and then, every local rank
+            # its part, between nodes. The backend overlaps the two.
             inside = bytes_sent(operation, int(nbytes), self.local)
             outside = bytes_sent(operation, int(nbytes), self.nodes) / self.local
         return max(intra.seconds(inside), inter.seconds(outside))
@@ -203,6 +207,7 @@ class Group:
         if self.ranks == 2 and not sharded:
             return self._sum_of_two(last_codec, values, dtype)
         seconds = 0.0
+        # Inside the node all values, then between nodes each rank's share of the node's sum.
         for hop_codec, speed, ranks, part in (
             (intra_codec, self.cluster.intra, self.local, values),
             (inter_codec, self.cluster.inter, self.nodes, values // self.local),
@@ -251,6 +256,7 @@ def payload(codec: Codec, values: int, dtype: torch.dtype) -> int:
         values: how many.
         dtype: theirs, which lossless payloads depend on.
     """
+    # 2^20 values in any case, so that the bytes scale with ``values``.
     shape = (1024, 1, 1024) if codec.sees_shape else (2**20,)
     return codec.message_bytes(shape, dtype) * values // 2**20
 
@@ -338,6 +344,7 @@ class Estimate:
         """
         args = self.args
         sharded = args.use_distributed_optimizer
+        # The host launches every layer of the stage once for each micro-batch.
         micro_batches = args.global_batch_size / args.micro_batch_size / args.data_parallel_size
         layers = args.num_layers / args.pipeline_model_parallel_size
         host_layer = HOST_LAYER
@@ -382,6 +389,7 @@ class Estimate:
                 gains.setdefault(dimension, {})[recipe] = gain
                 if recipe.named or not named:
                     rows.append(row)
+        # The last row is the decision that --compression auto would come to by these predictions.
         chosen = choose(gains, budget)
         all_rules: dict[str, Rule] = {}
         for dimension, recipe in chosen.items():
@@ -415,6 +423,8 @@ def parameters(args: Namespace) -> int:
     count = compute_weight_and_optimizer_memory(replicated_args) / 18
     stages = args.pipeline_model_parallel_size
     ranks_of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    # Ranks of a stage are as many as hold one set of experts: no expert has a replica to be summed
+    # with.
     if args.num_experts and args.world_size == stages * ranks_of_experts:
         frequency = args.moe_layer_freq
         if isinstance(frequency, list):
@@ -441,6 +451,7 @@ def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
     parser = OneLineParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     add_flags(add_qwen_arguments(parser))
+    # --qwen-model stands for flags of the model's sizes.
     words = list(words)
     if any(word.split("=")[0] == "--qwen-model" for word in words):
         words, _ = expand(words)
@@ -453,6 +464,7 @@ def parse_megatron(words: Sequence[str], gpus: int) -> Namespace:
     except (AssertionError, ValueError, RuntimeError) as error:
         reason = megatrons_own_check(error, args)
         raise InputError(f"Megatron refuses these flags on {gpus} GPUs: {reason}") from None
+    # Megatron pads when it builds the tokenizer, which is not built here.
     args.padded_vocab_size = args.padded_vocab_size or args.vocab_size
     if not args.padded_vocab_size:
         raise InputError(
@@ -504,6 +516,7 @@ def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
             label = row.name.partition(": ")[0]
             speed_up = estimate.uncompressed_seconds / row.seconds
             curves.setdefault(label, []).append((args.world_size, speed_up))
+        # More replicas of the same model, each with the same work.
         args.world_size *= 2
         args.data_parallel_size *= 2
         args.global_batch_size *= 2  # each rank keeps its micro-batches

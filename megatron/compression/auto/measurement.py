@@ -116,6 +116,8 @@ class Measurement:
         Args:
             budget: percent of validation loss that may be spent, over all dimensions.
         """
+        # Everything uncompressed first: gains are parts of that iteration. Every rank times the
+        # same messages in the same order, since each timing is collective.
         for message in self.work.messages:
             self._times[message] = self._seconds(message)
         iteration = self.work.seconds(self._times)
@@ -224,10 +226,13 @@ class Measurement:
         possible = self._possible(dimension, budget)
         if not possible.rules:
             return possible
+        # If its messages took no time at all, would that be worth it?
         exposed = sum(message.exposed(self._times[message]) for message in messages)
         if exposed < LEAST_GAIN * iteration:
             percent = 100 * exposed / iteration
             return Candidates(reason=f"its messages lengthen an iteration by {percent:.1f} % only")
+        # Payloads of layers may travel over symmetric or host memory, which is set up before they
+        # are timed.
         if dimension not in ("pipeline_parallel", "data_parallel"):
             lossy = any(not recipe.exact for recipe in possible.rules)
             self.lines += self._sender.prepare(messages, lossy)
@@ -266,9 +271,11 @@ class Measurement:
             iteration: seconds of an uncompressed iteration.
         """
         gains: dict[str, dict[Recipe, float]] = {dimension: {} for dimension in candidates}
+        # The slowest rank's clock: all ranks stop at the same recipe.
         now = self.watch.elapsed()
         longest = 0.0
         for dimension, recipe in _in_turns(candidates):
+            # The first recipe of a dimension is timed in any case.
             if gains[dimension] and now + longest > LIMIT:
                 continue
             rules = candidates[dimension].rules[recipe]

@@ -85,6 +85,8 @@ class MessageKind:
         Args:
             seconds: that one of them takes by itself.
         """
+        # What sticks out of the overlap, or those that overlap with nothing, whichever is more;
+        # the rest slows the computation that it overlaps with.
         total = self.count * seconds
         not_overlapped = self.count * (seconds - self.overlap)
         waited = max(not_overlapped, self.exposed_count * seconds, 0.0)
@@ -120,6 +122,7 @@ def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -
     micro_batches = max(1, args.global_batch_size // samples)
     # A pipeline's bubble: so many times as long as without one, computation and messages alike.
     bubble = 1 + (stages - 1) / (micro_batches * virtual_stages)
+    # Forward 1, backward 2 parts of the operations; a second forward pass is one more.
     recomputed = args.recompute_granularity == "full"
     flops = flops / args.world_size
     if recomputed:
@@ -175,6 +178,14 @@ def _tensor_parallel(
     forward_count = count * 2 if recomputed else count
 
     def message(direction: str, operation: str, count: float, overlap: float = 0.0) -> MessageKind:
+        """Return one kind of message of a layer.
+
+        Args:
+            direction: forward or backward.
+            operation: the collective.
+            count: of them in an iteration without a pipeline's bubbles.
+            overlap: seconds of weight gradients that one of them may overlap with.
+        """
         return MessageKind(
             dimension="tensor_parallel",
             traffic=f"tp.{direction}",
@@ -214,11 +225,8 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
     ranks = all_ranks // instances
     if all_ranks == 1 or not parameters:
         return []
-    bucket = parameters
-    if args.overlap_grad_reduce:
-        # Megatron's default size of a bucket.
-        bucket_size = args.ddp_bucket_size or max(40_000_000, 1_000_000 * all_ranks)
-        bucket = min(parameters, bucket_size)
+    bucket = _bucket_values(args, parameters, all_ranks)
+    # Whole shards, since a bucket is padded to a multiple of the ranks.
     values = ceil_div(min(bucket, PROBE_VALUES), ranks) * ranks
     count = parameters / values
     gradient_dtype = args.params_dtype
@@ -228,7 +236,16 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
     def message(
         traffic: str, operation: str, dtype: torch.dtype, overlap: float, values: int = values
     ) -> MessageKind:
-        # During the last bucket nothing is computed.
+        """Return one kind of message of a bucket.
+
+        Args:
+            traffic: the ledger's class.
+            operation: gradients, outer or weights.
+            dtype: of what is sent.
+            overlap: seconds of computation that all of them together may overlap with.
+            values: of one, over all ranks.
+        """
+        # During the last bucket nothing is computed: the backward pass has ended.
         exposed_count = min(count, bucket * count / parameters) if overlap else 0.0
         return MessageKind(
             dimension="data_parallel",
@@ -241,6 +258,7 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
             exposed_count=exposed_count,
         )
 
+    # Of a micro-batch a third is forward and two thirds are backward.
     backward_seconds = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
     forward_seconds = micro_batch / 3 if args.overlap_param_gather else 0.0
     messages = []
@@ -252,6 +270,22 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
     if args.use_distributed_optimizer and ranks > 1:
         messages.append(message("dp.weight", "weights", args.params_dtype, forward_seconds))
     return messages
+
+
+def _bucket_values(args: Namespace, parameters: int, ranks: int) -> int:
+    """Return how many values Megatron reduces at once, padding left out.
+
+    Args:
+        args: Megatron's arguments.
+        parameters: of this rank.
+        ranks: that reduce them, of all optimizer instances.
+    """
+    # Without overlap there is nothing to gain by several buckets: Megatron makes one.
+    if not args.overlap_grad_reduce:
+        return parameters
+    # Megatron's default size of a bucket.
+    bucket_size = args.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks)
+    return min(parameters, bucket_size)
 
 
 def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[MessageKind]:
@@ -271,6 +305,7 @@ def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[Messa
     tokens, samples, channels = activations(args)
     if args.sequence_parallel:
         tokens //= args.tensor_model_parallel_size
+    # The steady state's, then one for each boundary to fill the pipeline and one to drain it.
     exchanges = (chunks - 1) * min(2, stages - 1) + 2 * (stages - 1)
     overlap = chunk / 2 if args.overlap_p2p_comm else 0.0
     # One exchange is timed with activations going round and one with gradients; each counts a half.
@@ -393,11 +428,13 @@ def _expert_overlaps(
         micro_batch: seconds of one, forward and backward.
     """
     if args.overlap_moe_expert_parallel_comm:
+        # A stage has 1 / stages of the layers.
         layer = micro_batch * args.pipeline_model_parallel_size / args.num_layers
         # Half of another micro-batch's backward pass, half of its forward pass: those take 2/3 and 1/3.
         return layer / 3, layer / 6
     if args.moe_shared_expert_overlap:
         matrices = 3 if args.swiglu else 2
+        # A multiplication and an addition for each weight and token.
         products = 2 * tokens * args.hidden_size * args.moe_shared_expert_intermediate_size
         shared_expert = products * matrices / gemm_rate
         return shared_expert / 2, shared_expert
@@ -462,6 +499,13 @@ def _context_parallel(args: Namespace, micro_batches: float) -> list[MessageKind
     forward_count = count * 2 if _recomputes(args, "core_attn") else count
 
     def message(direction: str, operation: str, count: float) -> MessageKind:
+        """Return one kind of message of attention.
+
+        Args:
+            direction: forward or backward.
+            operation: the collective.
+            count: of them in an iteration.
+        """
         return MessageKind(
             dimension="context_parallel",
             traffic=f"cp.{direction}",
@@ -485,6 +529,7 @@ def _key_value_channels(args: Namespace) -> int:
         head_dim = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
         return heads // tensor_ranks * head_dim
     groups = args.num_query_groups if args.group_query_attention else heads
+    # Where there are fewer groups than ranks, each rank holds a whole one.
     return 2 * args.kv_channels * max(groups // tensor_ranks, 1)
 
 

@@ -134,12 +134,15 @@ def _typed(cls: type, values: Any) -> Any:
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"{values!r} is no {cls.__name__}")
+    # Checked field by field: a plan of another version, or one that somebody edited, is measured
+    # anew.
     fields = {}
     for name, value in values.items():
         annotation = cls.__annotations__.get(name)
         kind = getattr(annotation, "__name__", annotation)
         if value is None and kind == "float":
             value = math.nan
+        # To Python True is a number.
         is_flag_for_number = kind == "float" and isinstance(value, bool)
         if is_flag_for_number or not isinstance(value, _JSON_TYPES.get(kind, object)):
             raise TypeError(f"{name} is {value!r}")
@@ -195,6 +198,8 @@ def choose(gains: Mapping[str, Mapping[Recipe, float]], budget: float) -> dict[s
     Returns:
         Recipes by dimension; dimensions that are left out stay uncompressed.
     """
+    # Five dimensions of a few recipes each: every combination is looked at. The one without a
+    # recipe costs nothing, so at least it is within the budget.
     combinations = [
         combination for combination in _combinations(gains) if combination.loss <= budget + ROUNDING
     ]
@@ -215,6 +220,7 @@ def _combinations(gains: Mapping[str, Mapping[Recipe, float]]) -> list[Combinati
     combinations = []
     for options in product(*options_by_dimension):
         recipes = {dimension: recipe for dimension, recipe, _ in options if recipe is not None}
+        # Gains add up: each is a part of the same uncompressed iteration.
         gain = sum(gain for _, _, gain in options)
         loss = sum(recipe.loss for recipe in recipes.values())
         combinations.append(Combination(recipes, gain, loss))
@@ -261,6 +267,7 @@ class Check:
         self._untimed = 1 + capturing
         self._block_length = BLOCK + capturing
         rounds = 1 if capturing else ROUNDS
+        # Interleaved, so that a slow drift of the machine is in every kind of block.
         self._blocks: list[str | None] = [None, *dimensions] * rounds
         """The dimension that is uncompressed in each block; None: everything is on."""
         self._times: dict[str | None, list[float]] = {block: [] for block in self._blocks}
@@ -297,11 +304,15 @@ class Check:
         """
         if self.done:
             return
+        # ``iteration`` counts from 1, the blocks from 0: this is the one after the warm-up that
+        # follows this iteration, or the first that compresses.
         if self._first_block_begins is None:
             self._first_block_begins = max(iteration, self._first) + WARM_UP
         index = iteration - 1 - self._first_block_begins
+        # -1 is the last one of the warm-up, from whose end the first block is timed.
         if index < -1:
             return
+        # Without it the clock would tell when kernels were launched.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -312,6 +323,7 @@ class Check:
             self._times[self._blocks[block]].append(now - self._last_time)
         self._last_time = now
         self._last_index = index
+        # ">=", since a run may skip past the last block; it decides by what it has timed.
         if index + 1 >= self.iterations:
             self.done = True
             self._decide()
@@ -321,10 +333,12 @@ class Check:
         medians = [
             statistics.median(times) if times else math.nan for times in self._times.values()
         ]
+        # All ranks switch alike, so all decide by the slowest one's times.
         seconds = dict(zip(self._times, largest(*medians), strict=True))
         gains = {}
         for dimension in self._dimensions:
             gain = 1 - seconds[None] / seconds[dimension]
+            # A block that no timed iteration fell into says nothing.
             if not math.isnan(gain):
                 gains[dimension] = gain
         self.off = {dimension for dimension, gain in gains.items() if gain < LEAST_GAIN}

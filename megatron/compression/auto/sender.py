@@ -60,6 +60,7 @@ class Sender:
         Returns:
             Lines for the log.
         """
+        # A transport is chosen for a group, whichever of its messages asks.
         last_message_of = {_group(message): message for message in messages}
         lines = []
         for group, message in last_message_of.items():
@@ -101,6 +102,7 @@ class Sender:
         operation = message.operation
         shape = message.shape
         if operation == "all_gather":
+            # ``message.shape`` is what the gather makes.
             shape = (shape[0] // group.size(), *shape[1:])
         x = normal_values(shape, message.dtype, self._device)
         if rule is not None:
@@ -130,6 +132,7 @@ class Sender:
         site.forward = message.traffic
         site.backward = message.traffic
         exchange = TokenExchange()
+        # Evenly: what a router would send is not known before training.
         rows_of_a_rank = rows if message.operation == "gather_tokens" else rows // ranks
         sizes = [rows_of_a_rank] * ranks if message.unequal else None
 
@@ -186,6 +189,7 @@ class Sender:
             return lambda: dist.all_gather_into_tensor(x, shard, group=group)
         first_rank = dist.get_process_group_ranks(group)[0]
         dist.broadcast(x, src=first_rank, group=group)  # replicas begin alike
+        # As after a step of the optimizer: masters in fp32, a little off the weights.
         updated = shard.float() * 1.001
         ledger = Ledger()
         policy = Policy({message.traffic: rule}, ledger)
@@ -229,6 +233,7 @@ def _send_around(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     """Send a tensor to the next rank of a group and return that of the one before, both at once."""
     ranks = dist.get_process_group_ranks(group)
     rank = group.rank()
+    # In a ring, so that the first and the last stage have as much to do.
     following = ranks[(rank + 1) % len(ranks)]
     previous = ranks[rank - 1]
     received = torch.empty_like(tensor)

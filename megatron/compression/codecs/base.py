@@ -127,6 +127,7 @@ class Codec(abc.ABC):
         """
         if out is None:
             return self.decode(payloads, shape, dtype)
+        # A sum of one sender, which writes into memory of any strides.
         return self.decode_sum(payloads[None], shape, dtype, out=out)
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,6 +153,8 @@ class Codec(abc.ABC):
             scale: multiplies the sum.
             out: ``[rows, *shape]``, any strides and dtype.
         """
+        # Memory whose rows are contiguous is written directly. Another target gets a copy at the
+        # end.
         rows = None if out is None else _rows_of(out)
         if rows is not None:
             self.sum_into(payloads, shape, dtype, scale, rows)
@@ -182,9 +185,12 @@ class Codec(abc.ABC):
             scale: multiplies the sum.
             rows: ``[rows, n]`` of any dtype, whose rows are contiguous.
         """
+        # One sender without a scale is decoded to the result's dtype at once. A sum is fp32 until
+        # copy_ rounds it, once.
         is_plain_copy = len(payloads) == 1 and scale == 1.0
         total_dtype = rows.dtype if is_plain_copy else torch.float32
         total = self.decode(payloads[0], shape, total_dtype)
+        # In the order of senders: ranks that form the same sum get the same bits.
         for sender in payloads[1:]:
             total = total + self.decode(sender, shape, torch.float32)
         if scale != 1.0:
@@ -199,6 +205,8 @@ class Codec(abc.ABC):
             shape: one row's.
             into: the codec of the sum.
         """
+        # Through values. Codecs whose sums need no inverse transform in between have a method of
+        # their own.
         return into.encode(self.decode_sum(payloads, shape, torch.float32))
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -229,6 +237,7 @@ class TwoHops(Codec):
             raise CompressionConfigError(
                 f"{self.name}: together with another codec, lossless keeps bits of a lossy sum; give it alone"
             )
+        # A collective cuts a tensor once, for both exchanges.
         if self.first.sees_shape != self.second.sees_shape or self.first.block != self.second.block:
             raise CompressionConfigError(
                 f"{self.name}: the two codecs cut a tensor differently; give them the same group size"
@@ -295,6 +304,7 @@ def parse_codec(text: str, dimension: str = "") -> Codec:
         first, _, second = text.partition("/")
         return TwoHops(parse_codec(first, dimension), parse_codec(second, dimension))
     name = text.partition(":")[0]
+    # A name of both registries (sdp4bit) is the codec here.
     if CODECS.entry(name) is None and GRADIENT_COMPRESSORS.entry(name) is not None:
         raise CompressionConfigError(
             f"{name} compresses gradients only; give it to {setting('data_parallel.compression')}"
@@ -309,6 +319,7 @@ def parse_codec(text: str, dimension: str = "") -> Codec:
 
 def _rows_of(out: torch.Tensor) -> torch.Tensor | None:
     """Return ``out`` as a view ``[rows, n]`` with contiguous rows, or None: there is no such view."""
+    # Rows may lie at any distance, such as a piece of every rank's shard of a bucket.
     if out.dim() == 2 and (out.stride(1) == 1 or out.shape[1] < 2):
         return out
     if out.is_contiguous():

@@ -45,6 +45,7 @@ def _check_codec(codec: Codec, device: str) -> None:
     """Raises: CompressionConfigError: the first mistake of one codec."""
     for shape in TOKEN_SHAPES if codec.sees_shape else FLAT_SHAPES:
         for dtype in DTYPES:
+            # The same values on every rank: all of them refuse the codec, or none.
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(ROWS, *shape, generator=generator).to(device, dtype)
             if mistake := _mistake(codec, x):
@@ -55,6 +56,7 @@ def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
     """Return what is wrong with a codec's payloads of ``x [rows, *shape]``, and how to mend it, or None."""
     rows, shape, dtype = len(x), x.shape[1:], x.dtype
     values = f"{dtype} values of shape {[*shape]}"
+    # ``step`` goes along, so that whatever the codec raises is told with what it was doing.
     before = x.clone()
     step = f"payload_bytes of shape {[*shape]}"
     try:
@@ -70,6 +72,7 @@ def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
         if mistake := _decoded_mistake(decoded, x):
             return mistake
         step = f"encode and decode of a NaN among {values}"
+        # In the last row, so that a codec that looks at the first one alone is noticed.
         damaged = x.clone()
         damaged.view(rows, -1)[-1, 0] = float("nan")
         if codec.decode(codec.encode(damaged), shape, dtype)[-1].isfinite().all():

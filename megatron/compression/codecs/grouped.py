@@ -61,6 +61,7 @@ class GroupedCodec(Codec):
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         rows = len(payloads)
         values = math.prod(shape)
+        # As encoded: one row is padded at its end by the kernels, several by ``encode``.
         if rows == 1 or values % self.block == 0:
             return taco.decode(payloads, self.config, (rows, *shape), dtype)
         padded = taco.decode(payloads, self.config, (rows, values + -values % self.block), dtype)
@@ -75,6 +76,8 @@ class GroupedCodec(Codec):
         rows: torch.Tensor,
     ) -> None:
         is_plain_copy = len(payloads) == 1 and scale == 1.0
+        # The kernel writes values without gaps; padding between rows would shift all but the
+        # first.
         has_padded_rows = len(rows) > 1 and rows.shape[1] % self.block
         if self.sees_shape or (is_plain_copy and has_padded_rows):
             super().sum_into(payloads, shape, dtype, scale, rows)
@@ -82,6 +85,7 @@ class GroupedCodec(Codec):
         if is_plain_copy:
             taco.decode(payloads[0], self.config, rows.shape, rows.dtype, out=rows)
             return
+        # A launch a row. Collectives ask for one row, this rank's part of a sum.
         for index in range(len(rows)):
             row = rows[index : index + 1]
             row_payloads = payloads[:, index]
@@ -94,6 +98,8 @@ class GroupedCodec(Codec):
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
         """See ``Codec.decode_sum_encode``; two codecs of one ``domain`` do not leave it in between."""
+        # Sums may stay transformed only where both codecs transform the same groups in the same
+        # way.
         if self.sees_shape or not isinstance(into, GroupedCodec) or into.domain != self.domain:
             return super().decode_sum_encode(payloads, shape, into)
         values = math.prod(shape)
@@ -131,6 +137,7 @@ class TacoCodec(GroupedCodec):
     def __post_init__(self) -> None:
         if self.scales == "signed":
             raise ValueError("scales=signed belongs to the int codecs; give int6, or scales=single")
+        # Made once now, since it checks the values.
         _ = self.config
 
     @cached_property
@@ -199,6 +206,7 @@ class IntCodec(GroupedCodec):
         """See ``Codec.backward``; gradients have no mean worth the statistics of channels."""
         if not self.sees_shape:
             return self
+        # With normalize there is no transform, and gradients of such messages need none either.
         return replace(self, normalize="none", hadamard=False)
 
     def payload_bytes(self, shape: Shape) -> int:
@@ -223,6 +231,7 @@ class IntCodec(GroupedCodec):
         """Return the layout of a message of normalised channels; None: it is empty."""
         if not math.prod(shape):
             return None
+        # A group of values lies inside one token, since each channel has statistics of its own.
         if shape[-1] % self.group:
             raise ValueError(f"{shape[-1]} channels must be a multiple of group={self.group}")
         return ChannelNormLayout(math.prod(shape[:-1]), shape[-1], self.config)
@@ -230,6 +239,7 @@ class IntCodec(GroupedCodec):
 
 def fp8_in_software(codecs: Iterable[object]) -> str | None:
     """Return a line for the log where this GPU has no instructions for the fp8 of some codecs, or None."""
+    # Compute capability 8.9 (Ada) is the first with instructions that convert fp8.
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9):
         return None
     hops = {hop for codec in codecs for hop in getattr(codec, "hops", ())}

@@ -27,6 +27,7 @@ class LosslessCodec(Codec):
     each). Messages that have more overflow."""
 
     def __post_init__(self) -> None:
+        # It refuses impossible shares of escapes.
         _ = self._layout((1,), torch.bfloat16)
 
     lossless: ClassVar[bool] = True
@@ -43,6 +44,7 @@ class LosslessCodec(Codec):
         return self._layout(shape, dtype).payload_bytes
 
     def overflow_flag(self, payloads: torch.Tensor) -> torch.Tensor:
+        # The kernel notes an overflow of any row of a call in the first payload.
         return payloads.view(-1)[lossless.FLAG_AT]
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:

@@ -92,6 +92,8 @@ class Registry:
             CompressionConfigError: an unknown name or setting, or a value that the class refuses.
         """
         name, cls, fixed, settings = self._look_up(text, offered)
+        # Codecs are keys of dictionaries and caches: one that could change would be another in the
+        # middle of a run.
         if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
             raise CompressionConfigError(f"{text}: {cls.__qualname__} must be a frozen dataclass")
         values = _parse_settings(name, cls, fixed, settings)
@@ -108,6 +110,7 @@ class Registry:
         """Return the name in a spec, its class, the fields it fixes, and the text of its
         settings."""
         name, _, settings = text.partition(":")
+        # Registered names go first: MODULE:CLASS has a colon like NAME:SETTING=VALUE.
         if (entry := self.entry(name)) is not None:
             return name, *entry, settings
         first_part = settings.partition(":")[0]
@@ -132,6 +135,7 @@ class Registry:
         cls = type(entry)
         text = f"{cls.__module__}:{cls.__qualname__}"
         fixed: dict[str, Any] = {}
+        # A class may have several names, by its fixed fields: int4, int5, int6, int8.
         for name, (known, known_fixed) in self._entries.items():
             if known is not cls or name not in self._names_everywhere:
                 continue
@@ -140,6 +144,7 @@ class Registry:
                 fixed = known_fixed
                 break
         changed = []
+        # What has its default is left out, so that one codec has one text.
         for field in settings_of(cls, fixed).values():
             value = getattr(entry, field.name)
             if value != field.default:
@@ -177,6 +182,8 @@ class Registry:
 
     def _load_entries(self) -> set[str]:
         """Enter everything that is installed, and return the names of entry points."""
+        # An import runs the decorators of a module. Names of ours go before those of other
+        # packages.
         for package in map(importlib.import_module, self._modules):
             prefix = f"{package.__name__}."
             for module in pkgutil.iter_modules(getattr(package, "__path__", ()), prefix):
@@ -237,6 +244,7 @@ def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dat
         cls: the dataclass.
         fixed: fields that a name fixes, which are no settings.
     """
+    # Fields hold their types as text where a module postpones annotations.
     hints = typing.get_type_hints(cls)
     settings = {}
     for field in dataclasses.fields(cls):
@@ -249,6 +257,7 @@ def settings_of(cls: type, fixed: dict[str, Any] | None = None) -> dict[str, dat
 def _settings_with(value: str, cls: type, fixed: dict[str, Any]) -> list[str]:
     """Return the settings that a value without a name could be of: ``format=int8`` for ``int8``."""
     fitting = []
+    # The class itself decides: a value that it takes could be meant.
     for name, field in settings_of(cls, fixed).items():
         try:
             cls(**fixed, **{name: _value(name, field.type, value)})

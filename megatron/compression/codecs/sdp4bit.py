@@ -32,6 +32,7 @@ class Sdp4bitCodec(Codec):
     """Rotate every 32 values first, so that one outlier does not decide its group's grid."""
 
     def __post_init__(self) -> None:
+        # Made once now, since a format checks its values.
         for hop in self.hops:
             _ = hop.format
 
@@ -48,6 +49,7 @@ class Sdp4bitCodec(Codec):
     def hops(self) -> tuple["Sdp4bitCodec", "Sdp4bitCodec"]:
         if self.intra == self.inter:
             return self, self
+        # Each hop is a codec of one width, which has a name and a payload of its own.
         return replace(self, inter=self.intra), replace(self, intra=self.inter)
 
     def payload_bytes(self, shape: Shape) -> int:
@@ -63,6 +65,7 @@ class Sdp4bitCodec(Codec):
         return sdp4bit.quantize(x, self.format).view(*x.shape[:2], -1)
 
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        # The kernel decodes and adds in one pass; a single payload is a sum of one.
         return self.decode_sum(payloads[None], shape, dtype)
 
     def sum_into(
@@ -76,6 +79,7 @@ class Sdp4bitCodec(Codec):
         sdp4bit.sum_dequantize(payloads, self.format, rows, scale)
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
+        # Sums stay in the transform's domain where both formats are in it, or neither is.
         if not isinstance(into, Sdp4bitCodec) or into.hadamard != self.hadamard:
             return super().decode_sum_encode(payloads, shape, into)
         return sdp4bit.sum_requantize(payloads, self.format, math.prod(shape), into.format)

@@ -166,6 +166,7 @@ class ParameterGroup:
         reason = self._refused_setting()
         if reason is not None:
             return reason
+        # Tensor subclasses of torchao bring a gather of their own, in fp8.
         is_fp8 = any(
             hasattr(shard._sharded_local_tensor, "fsdp_pre_all_gather")
             for shard in self.fsdp.fsdp_params
@@ -178,6 +179,7 @@ class ParameterGroup:
             return (
                 f"gathers {names}, and lossless shortens bf16 and fp32; use bf16, or gather='int8'"
             )
+        # A memory adds to an iteration what another has left out, in the unit of then.
         if memory and torch.float16 in (self.fsdp.mp_policy.reduce_dtype, *self.gather_dtypes):
             return "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"
         return None

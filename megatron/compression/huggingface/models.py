@@ -76,6 +76,7 @@ def _qwen25(
         heads=heads,
         groups=groups,
         head_dim=hidden // heads,
+        # The embedding of the sizes that do not tie it has 128 rows more.
         vocabulary=151936 if tied else 152064,
         tied=tied,
         positions=positions,
@@ -103,6 +104,7 @@ def _qwen3(
         ffn=ffn,
         heads=heads,
         groups=groups,
+        # Not hidden / heads: attention is wider than the residual stream in the small sizes.
         head_dim=128,
         vocabulary=151936,
         tied=tied,
@@ -230,6 +232,7 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     Raises:
         InputError: no model is named, or an unknown one.
     """
+    # Two flags are read here; Megatron parses the whole command line afterwards.
     reader = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     reader.add_argument("--qwen-model")
     reader.add_argument("--tensor-model-parallel-size", type=int, default=1)
@@ -237,6 +240,7 @@ def expand(arguments: list[str]) -> tuple[list[str], list[str]]:
     if known.qwen_model is None:
         raise InputError(f"--qwen-model is missing; choose one of {', '.join(MODELS)}")
     flags = megatron_flags(find_model(known.qwen_model), known.tensor_model_parallel_size)
+    # "--flag value" and "--flag=value".
     user_flags = {word.split("=", 1)[0] for word in arguments if word.startswith("--")}
     if user_flags & {"--vocab-size", "--make-vocab-size-divisible-by"}:
         flags.pop("--padded-vocab-size", None)
@@ -310,6 +314,7 @@ def model_from_config(config: dict[str, Any]) -> DenseModel:
     if not isinstance(layer_types, list) or set(map(str, layer_types)) - {"full_attention"}:
         raise InputError("config.json: layer_types other than full_attention are not covered")
     sizes = {field: _whole_number(config, key) for field, key in _SIZE_KEYS.items()}
+    # Without the key every head has keys and values of its own.
     groups = _whole_number(config, "num_key_value_heads", default=sizes["heads"])
     if sizes["heads"] % groups:
         raise InputError(
@@ -356,6 +361,7 @@ def _rope_settings(config: dict[str, Any], family: str) -> tuple[int, float | No
         raise InputError(
             f"config.json: rope_type {kind!r} is not covered for {family}, only 'default' and Llama 3.1's"
         )
+    # Qwen names its base; Llama's configs of transformers 4 may leave it at 10,000.
     theta_owner = rope if "rope_theta" in rope else config
     base = _number(theta_owner, "rope_theta", default=10_000.0 if family == "llama" else None)
     if base != int(base):
@@ -374,6 +380,7 @@ def _whole_number(config: dict[str, Any], key: str, default: int | None = None) 
     value = config.get(key)
     if value is None:
         value = default
+    # To Python True is an int.
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
         raise InputError(f"config.json: {key} must be a whole number from 1 on, not {value!r}")
     return value

@@ -43,6 +43,7 @@ def sources(model: DenseModel) -> dict[str, tuple[str, ...]]:
     tensors: dict[str, tuple[str, ...]] = {
         "embedding.word_embeddings.weight": ("model.embed_tokens.weight",)
     }
+    # The model is in one stage, so Megatron's layer numbers are Hugging Face's.
     rules = _LAYER | _LAYER_OF_FAMILY[model.family]
     for layer in range(model.layers):
         for parameter, parts in rules.items():
@@ -61,6 +62,7 @@ def merge(tensors: list[torch.Tensor], model: DenseModel) -> torch.Tensor:
         tensors: three are q, k and v; two are gate and up; one is the parameter itself.
         model: whose query groups order the rows of q, k and v.
     """
+    # [group, rows, ...] of each, side by side along the rows of a group.
     if len(tensors) == 3:
         by_group = [tensor.unflatten(0, (model.groups, -1)) for tensor in tensors]
         return torch.cat(by_group, dim=1).flatten(0, 1)
@@ -76,6 +78,7 @@ def split(parameter: torch.Tensor, parts: int, model: DenseModel) -> list[torch.
         model: whose query groups order the rows of q, k and v.
     """
     if parts == 3:
+        # A group has several heads of queries and one each of keys and values.
         rows_of_q = model.heads // model.groups * model.head_dim
         sizes = [rows_of_q, model.head_dim, model.head_dim]
         by_group = parameter.unflatten(0, (model.groups, -1)).split(sizes, dim=1)
@@ -100,6 +103,7 @@ def read(chunk: torch.nn.Module, model: DenseModel, folder: Path) -> None:
     from safetensors import safe_open
 
     files = {name: safe_open(folder / name, "pt") for name in _weight_files(folder)}
+    # Files are opened lazily: a tensor is read when it is asked for.
     file_of = {tensor: file for file in files.values() for tensor in file.keys()}
     if model.tied:
         file_of.pop("lm_head.weight", None)  # some folders store the embedding twice

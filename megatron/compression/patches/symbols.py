@@ -95,7 +95,13 @@ def extend(
 
 
 def retract(owner: Any, name: str, call: Callable) -> None:
-    """Take back what ``extend`` was given; the last one restores the original. Others' wrappers stay."""
+    """Take back what ``extend`` was given; the last one restores the original.
+
+    Args:
+        owner: a module or a class.
+        name: the function's name there.
+        call: the function that ``extend`` was given; one that is not there is left out.
+    """
     replacement = _replacements.get((owner, name))
     if replacement is None or call not in replacement.calls:
         return

@@ -70,6 +70,8 @@ class PipelineParallelConfig(SentOnce):
             dtype = torch.float16
         else:
             dtype = torch.float32
+        # A codec that does not fit the messages is refused here, on all ranks, rather than in the
+        # first exchange.
         for codec in (self.forward_codec, self.backward_codec):
             if codec is not None:
                 message_bytes(codec, shape, dtype)

@@ -39,6 +39,7 @@ def log_line(
         sent, uncompressed = traffic_total(kinds)
         if sent or uncompressed:
             line += f" {traffic} (MB): {sent / MB:.3f}"
+            # Without a codec both are equal, and one number says it.
             if sent != uncompressed:
                 line += f" of {uncompressed / MB:.3f}"
             line += " |"
@@ -62,6 +63,7 @@ def scalars(per_iteration: dict[str, BytesByKind]) -> dict[str, float]:
     for name, prefix in DIMENSIONS.items():
         sent, uncompressed = dimension_total(per_iteration, prefix)
         if sent:
+            # Also where nothing is compressed (1.0): a tracker's curve has no gaps then.
             result[f"communication/{name.replace(' ', '-')} ratio"] = uncompressed / sent
     return result
 
@@ -97,8 +99,10 @@ def summarize(report: dict) -> dict:
     training = training_rows(report)
     validation = evaluations(report, "valid")
     per_iteration = mean_bytes(training)
+    # In the ledger's order of traffic classes, which is that of every table.
     totals = {name: traffic_total(per_iteration[name]) for name in TRAFFIC if name in per_iteration}
     crossed = _mean([row.get("bytes_between_nodes", {}) for row in training])
+    # Every traffic class begins with the empty text: that is the whole run.
     prefixes = {**DIMENSIONS, "all": ""}
     dimensions = {name: dimension_total(per_iteration, prefix) for name, prefix in prefixes.items()}
     return {
@@ -175,6 +179,7 @@ def _median_time(training: list[dict]) -> float | None:
     ]
     if not times:
         return None
+    # A run of one interval has no other to take.
     return statistics.median(times[1:] or times)
 
 

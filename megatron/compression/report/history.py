@@ -32,6 +32,7 @@ def check_report_directory(directory: str | None, resuming: bool) -> None:
     path = Path(directory)
     if path.exists() and not path.is_dir():
         raise SettingError("report", directory, "is a file", "name a folder")
+    # A resumed run goes on with its own history; a new one would mix its rows with another's.
     if (path / HISTORY_FILE).exists() and not resuming:
         raise SettingError(
             "report",
@@ -41,6 +42,7 @@ def check_report_directory(directory: str | None, resuming: bool) -> None:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # One byte, since a full disk may still let an empty file be made.
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"x")
     except OSError as error:
@@ -81,6 +83,7 @@ def load_report(directory: Path) -> dict:
             raise ValueError(f"{path} has no {name!r}")
     if not all(_is_row(row) for row in report["history"]):
         raise ValueError(f"{path} has a history with other rows")
+    # The rows look right from outside. What is in them shows where it is used.
     try:
         report["summary"] = summarize(report)
     except (TypeError, KeyError, AttributeError) as error:
@@ -109,6 +112,7 @@ class History:
         self._pending.append(row)
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / HISTORY_FILE
+        # Rows that could not be written before go first.
         text = "".join(to_json(pending) + "\n" for pending in self._pending)
         with open(path, "a+b") as file:
             if file.tell() > 0:
@@ -152,5 +156,6 @@ def _is_row(row: Any) -> bool:
 
 def _last_of_each_iteration(rows: list[dict]) -> list[dict]:
     """Return the last row of each iteration and kind of evaluation, in the order of iterations."""
+    # Later rows win: a resumed run repeats the iterations since its checkpoint.
     last = {(row["iteration"], row.get("split")): row for row in rows}
     return sorted(last.values(), key=lambda row: row["iteration"])

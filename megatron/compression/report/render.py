@@ -42,6 +42,7 @@ def write_report(report: dict, directory: Path) -> list[str]:
     Raises:
         OSError: a file cannot be written.
     """
+    # For other programs that read the file; ``load_report`` makes it anew.
     report = report | {"summary": summarize(report)}
     write_whole(directory / REPORT_FILE, to_json(report, indent=1) + "\n")
     pictures, reason = draw([("", LINE, report)], directory)
@@ -75,6 +76,7 @@ def _markdown(report: dict, pictures: list[str], no_pictures_because: str | None
 
 def _bytes_table(summary: dict) -> list[str]:
     """Return a table of bytes by dimension, then by traffic class and what of it crossed nodes."""
+    # Dimensions and "all" first, then the traffic classes that they are made of.
     pairs = dict(summary["dimensions"])
     for traffic, total in summary["bytes_per_iteration"].items():
         pairs[traffic] = total
@@ -133,6 +135,7 @@ def _errors_table(errors: list[dict]) -> list[str]:
 
 def _words(report: dict) -> list[str]:
     """Return what the words of this report mean, and what is not counted."""
+    # Only the words that this report uses are explained.
     rows = training_rows(report)
     traffic = {name for row in rows for name in row["bytes_per_iteration"]}
     reasons = {
@@ -175,6 +178,7 @@ class Figure:
     def cells(self) -> tuple[str, str, str, str]:
         """Return name, both values and the change, ready to print; ``-`` for what is missing."""
         change = "-"
+        # Neither a missing value nor 0 has a ratio to another.
         if self.baseline and self.run:
             change = self.change(self.baseline, self.run)
         return self.name, _format(self.baseline, self.form), _format(self.run, self.form), change
@@ -212,6 +216,7 @@ def _common_losses(baseline: dict, run: dict) -> Iterator[Figure]:
     for name in _LOSS_ROWS:
         old = _losses_by_iteration(baseline, name)
         new = _losses_by_iteration(run, name)
+        # Losses of different iterations cannot be compared; ``missing_losses`` names such runs.
         if common := old.keys() & new.keys():
             last = max(common)
             yield Figure(f"{name} loss, iteration {last}", old[last], new[last], ".4f", _percent)
@@ -227,6 +232,7 @@ _LOSS_ROWS: dict[str, Callable[[dict], list[dict]]] = {
 
 def _losses_by_iteration(report: dict, name: str) -> dict[int, float]:
     losses = {row["iteration"]: loss_of(row) for row in _LOSS_ROWS[name](report)}
+    # A loss that was not finite is null in the file.
     return {iteration: loss for iteration, loss in losses.items() if loss}
 
 
@@ -269,6 +275,7 @@ def different_settings(baseline: dict, run: dict) -> list[str]:
     """
     old = _flat(baseline["settings"])
     new = _flat(run["settings"])
+    # In the baseline's order, then what the other run alone has.
     different = [name for name in old | new if old.get(name) != new.get(name)]
     return [
         f"{_typed_name(name)}: {old.get(name, '-')} -> {new.get(name, '-')}" for name in different
@@ -368,6 +375,7 @@ def draw(curves: list[tuple[str, dict, dict]], directory: Path) -> tuple[list[st
             for label, form, points in curves_of(report):
                 if points:
                     axes.plot(*zip(*points, strict=True), form, **style, label=label + suffix)
+        # No row has such a figure: rather no picture than an empty one.
         if not axes.lines:
             continue
         axes.set(xlabel="iteration", ylabel=unit)

@@ -56,6 +56,7 @@ class Reporter:
         self.small_hint = small_hint
         self.clock = clock
         self.history = History(self.directory)
+        # What the last line has told: the next one has what has come since.
         self._logged_seconds = self.clock()
         self._logged_totals = _totals(ledger)
         self._iterations_since_log = 0
@@ -75,6 +76,8 @@ class Reporter:
         """
         self._iterations_since_log += 1
         self._last_iteration = iteration
+        # Skipped iterations and other stages have no losses; their bytes and times count all the
+        # same.
         if losses:
             self._losses_since_log += 1
             for name, value in losses.items():  # fp32 sums, as Megatron's own line has them
@@ -95,6 +98,8 @@ class Reporter:
         self._losses = {}
         self._losses_since_log = 0
         self._iterations_since_log = 0
+        # All ranks have taken part in the sum above. The last rank goes on: it is on the last
+        # pipeline stage, which has the losses, and Megatron logs there too.
         if not _is_last_rank():
             return
         print(log_line(iteration, self.train_iters(), per_iteration, between_nodes), flush=True)
@@ -107,6 +112,7 @@ class Reporter:
             "milliseconds_per_iteration": milliseconds,
             "bytes_per_iteration": per_iteration,
         }
+        # Data parallelism alone knows which of its links cross nodes.
         if between_nodes:
             row["bytes_between_nodes"] = between_nodes
         self._append(row)
@@ -134,6 +140,7 @@ class Reporter:
             return
         last_rank = dist.get_world_size() - 1
         local = {"ledger": self.ledger.rows(), "errors": self.meter.rows(), "memory": peak_memory()}
+        # gather_object wants a list on the rank that gathers, and None on all others.
         gathered = [None] * dist.get_world_size() if _is_last_rank() else None
         dist.gather_object(local, gathered, dst=last_rank)
         if gathered is not None:
@@ -149,6 +156,7 @@ class Reporter:
             "memory_by_rank": [part["memory"] for part in gathered],
             "bytes_of_a_report": self._bytes_of_reports,
         }
+        # A run that is shorter than its log interval has a ledger and no interval.
         was_logged = any("bytes_per_iteration" in row for row in report["history"])
         if self._last_iteration and not was_logged:
             self._say_once(
@@ -165,10 +173,13 @@ class Reporter:
         Returns:
             Pairs of bytes by traffic and kind; by traffic, what of them is known to have crossed nodes.
         """
+        # The ledger counts from the start of the run, so what was logged before is taken off. fp64
+        # holds the sum over ranks exactly up to 2^53 bytes.
         totals = _totals(self.ledger)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         summed = (totals - self._logged_totals).double().to(device)
         dist.all_reduce(summed)
+        # The ledger does not know this all-reduce; report.md names its size.
         self._bytes_of_reports = bytes_sent("all_reduce", summed.nbytes, dist.get_world_size())
         values = summed.cpu() / dist.get_world_size() / max(1, self._iterations_since_log)
         self._logged_totals = totals
@@ -233,6 +244,7 @@ def _by_name(totals: torch.Tensor) -> tuple[dict, dict]:
     by_kind: dict[str, dict] = {}
     between_nodes = {}
     for (traffic, kind), (sent, uncompressed) in zip(_COUNTED, totals.tolist(), strict=True):
+        # In files the uncompressed bytes are "plain", also in reports of earlier versions.
         pair = {"sent": sent, "plain": uncompressed}
         if kind == _BETWEEN_NODES:
             if uncompressed:
@@ -252,6 +264,7 @@ def _mean_errors(rows: list[dict]) -> list[dict]:
         by_site.setdefault((row["site"], row["traffic"]), []).append(row)
     merged = []
     for same_site in by_site.values():
+        # Name, traffic class and number of samples are the same on all ranks that have the site.
         mean = dict(same_site[0])
         for key in ("relative_error", "ordinary_error"):
             mean[key] = sum(row[key] for row in same_site) / len(same_site)

@@ -81,8 +81,10 @@ class Tagc(GradientCompressor):
             CompressionConfigError: the sketches would be larger than the gradients.
         """
         ranks = bucket.topology.world_size
+        # A value is in the sum unless every rank has left it out.
         union = 1 - self.sparsity**ranks
         sketch = SketchConfig(EXACT_LOAD / union, cell_bits=self.bits)
+        # Cells by values, and one bit a value for the index.
         bits = sketch.cell_bits / sketch.ratio + 1
         uncompressed_bits = 8 * bucket.gradients.element_size()
         if bits >= uncompressed_bits:

@@ -224,6 +224,15 @@ def all_reduce(original: Callable[..., Result]) -> Callable[..., Result]:
     """Return what stands for ``allreduce(inp, tp_group, async_op)``."""
 
     def allreduce(inp, tp_group=None, async_op=False, **others):
+        """Sum over the ranks: the output of a row-parallel layer, or the input gradient of a
+        column-parallel one.
+
+        Args:
+            inp: this rank's addend, ``[s, b, h]``; it may come to hold the sum.
+            tp_group: the ranks.
+            async_op: return a handle, which TE waits for after the weight gradient.
+            others: what other versions of TE pass as well.
+        """
         active = _active_site(tp_group)
         if active is None:
             return original(inp, tp_group, async_op, **others)
@@ -240,6 +249,15 @@ def reduce_scatter(original: Callable[..., Result]) -> Callable[..., Result]:
     """Return what stands for ``reduce_scatter_along_first_dim(inp, tp_group, async_op, output)``."""
 
     def reduce_scatter_along_first_dim(inp, tp_group, async_op=False, output=None, **others):
+        """Sum over the ranks under sequence parallelism: each keeps its tokens of the sum.
+
+        Args:
+            inp: this rank's addend, ``[s, b, h]``.
+            tp_group: the ranks.
+            async_op: return a handle, which TE waits for after the weight gradient.
+            output: ``[s / W, b, h]``; None: a new tensor.
+            others: what other versions of TE pass as well.
+        """
         active = _active_site(tp_group)
         if active is None:
             return original(inp, tp_group, async_op, output, **others)
@@ -261,6 +279,15 @@ def gather(original: Callable[..., Result]) -> Callable[..., Result]:
     """
 
     def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, **others):
+        """Gather the tokens of all ranks under sequence parallelism.
+
+        Args:
+            inp: this rank's tokens, ``[s / W, b, h]``.
+            process_group: the ranks.
+            async_op: return a handle: TE starts some gathers ahead of what it computes next.
+            quantizer: TE's, which makes fp8 of the tokens before they are sent; None: bf16.
+            others: what other versions of TE pass as well, such as ``output_tensor``.
+        """
         active = _active_site(process_group)
         options = {"quantizer": quantizer, **others}
         if active is None:

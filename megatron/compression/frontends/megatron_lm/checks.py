@@ -186,11 +186,14 @@ def check_folders(args: Namespace) -> None:
 def _check_loaded_folder(args: Namespace) -> None:
     """Refuse a --load that holds nothing. Where --save names the same folder, the run may be the
     first."""
+    # A job script that restarts itself gives --save and --load the same folder, which is empty in
+    # its first run.
     load = args.load
     if not load or load == args.save or args.pretrained_checkpoint or "://" in load:
         return
     if not os.path.isdir(load):
         raise InputError(f"--load {load}: no such folder; name a run's --save folder, or drop it")
+    # --compression auto may have stored its plan there before the first checkpoint.
     if not set(os.listdir(load)) - {"compression-auto.json"}:
         raise InputError(
             f"--load {load}: the folder is empty; name a run's --save folder, or drop it"
@@ -302,6 +305,7 @@ def check_vocabulary(args: Namespace, vocabulary: int) -> None:
     if args.mock_data:
         return
     vocabulary = max(vocabulary, args.vocab_size or 0)
+    # A token id beyond the embedding ends in a device assertion on a GPU, far from its reason.
     for prefix in _prefixes(args)[0]:
         largest = largest_token_id(prefix)
         if largest >= vocabulary:
@@ -373,6 +377,7 @@ def read_index(prefix: str) -> Any:
         ) from None
     if index.sequence_count == 0:
         raise InputError(f"{flag}: the dataset is empty: give it documents")
+    # Where the last document ends.
     expected = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
     size = os.path.getsize(f"{prefix}.bin")
     if size < expected:
