@@ -59,6 +59,25 @@ def layers_worker(rank: int, world_size: int) -> dict:
     return decide(rank)
 
 
+def uneven_worker(rank: int, world_size: int) -> dict:
+    """Rank 1 measures one of the sites, and in a second interval none."""
+    meter = ErrorMeter(0.05)
+    coarse = parse_codec("taco:format=int4")
+    meter.measure(*SITE, torch.ones(8, 128), parse_codec("identity"))
+    if rank == 0:
+        meter.measure(*OTHER, torch.randn(8, 128), coarse)
+    first = set(meter.decide(torch.distributed.group.WORLD))
+    if rank == 0:
+        meter.measure(*SITE, torch.randn(8, 128), coarse)
+    return {"first": first, "second": set(meter.decide(torch.distributed.group.WORLD))}
+
+
+def test_ranks_that_measure_different_sites_decide_alike() -> None:
+    """As replicas do whose sequences are too short for --compression-min-mb."""
+    for decisions in spawn(uneven_worker, 2, timeout=30):
+        assert decisions == {"first": {OTHER}, "second": {SITE}}
+
+
 def test_decisions_and_half_compressed_layers() -> None:
     """Ranks decide by the measure of all; with sequence parallelism each direction is decided by itself."""
     first, second = spawn(layers_worker, 2)

@@ -158,12 +158,25 @@ class ErrorMeter:
         return new
 
     def _over_bound(self, sharing: dist.ProcessGroup | None) -> dict[SiteTraffic, float]:
-        """Return this rank's sites that have passed the bound, with their errors. Collective."""
+        """Return the sites that have passed the bound, with their errors. Collective."""
         measures, self._undecided = self._undecided, {}
-        if not measures or self.bound is None:
+        if self.bound is None:
             return {}
-        order = sorted(measures)  # the same on all ranks that share the sites
-        sums = torch.stack([measures[key] for key in order])
+        measured = set(measures)
+        if sharing is not None:
+            # A replica with shorter sequences may have sent a site's messages uncompressed, and
+            # measured nothing there: the ranks sum over what any of them has measured.
+            measured = set().union(*gather_objects(sorted(measures), sharing))
+        if not measured:
+            return {}
+        order = sorted(measured)
+        device = "cpu"
+        if sharing is not None and dist.get_backend(sharing) == "nccl":
+            device = "cuda"
+        for squared in measures.values():
+            device = squared.device
+        nothing = torch.zeros(2, 2, dtype=torch.float64, device=device)
+        sums = torch.stack([measures.get(key, nothing) for key in order])
         if sharing is not None:
             dist.all_reduce(sums, group=sharing)
         error, signal = sums.unbind(-1)
