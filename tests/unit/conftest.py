@@ -1,4 +1,4 @@
-"""Megatron's modules are imported with the CPU stand-ins in place, as everything that runs them does."""
+"""Megatron's modules are imported with the CPU stand-ins in place, as in every process of a run."""
 
 from megatron import host
 

@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory):
-    """Megatron's process groups in this process alone; tensors on the GPU where there is one."""
+    """Megatron's process groups with this process as their only rank; new tensors on DEVICE."""
     torch.set_default_device(DEVICE)
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
@@ -25,5 +25,5 @@ def one_rank(tmp_path_factory):
 
 
 def config(**changes):
-    """The tiny model's config, one rank."""
+    """Return the tiny model's config for one rank, with changes."""
     return transformer_config(1, **changes)
