@@ -235,8 +235,13 @@ def encode_kernel(
         SPEC: ``Spec`` of the codec.
     """
     numel = tl.full((), SPEC.G, tl.int64) * groups
+    # With outliers nothing is computed ahead of the loop: it would not fit in OUTLIER_REGISTERS.
     for tile in tl.range(
-        tl.program_id(0), tl.cdiv(groups, SPEC.R), tl.num_programs(0), num_stages=FLAGS.STAGES
+        tl.program_id(0),
+        tl.cdiv(groups, SPEC.R),
+        tl.num_programs(0),
+        num_stages=FLAGS.STAGES,
+        disable_licm=SPEC.OUTLIERS,
     ):
         first = as_tensor(tile) * SPEC.R
         channel = channels_of(first, groups_per_token, SPEC)

@@ -229,7 +229,9 @@ class Launch:
         grid: programs along one to three axes.
         fixed: arguments that are the same in each call: integers, tuples of them, floats, tensors (whose
             memory must stay where it is).
-        constants: constexpr parameters and compiler options by name.
+        constants: constexpr parameters and compiler options by name. ``enable_fp_fusion`` is False unless it
+            is among them: a product and a sum that the compiler joins are rounded once, which the definitions
+            do not, and what Triton does by default depends on its version.
     """
 
     __slots__ = (
@@ -248,7 +250,7 @@ class Launch:
         self.kernel = kernel
         self.grid = tuple(grid)
         self.fixed = fixed
-        self.constants = constants
+        self.constants = {"enable_fp_fusion": False, **constants}
         self._grid = (*self.grid, 1, 1)[:3]
         # In the interpreter a kernel is no JITFunction.
         self._through_triton_only = not (_SUPPORTED and isinstance(kernel, JITFunction))
