@@ -1,8 +1,8 @@
 """Compressed communication for Megatron-LM: tensor, data, pipeline, expert and context parallelism.
 
 An overlay of the ``megatron`` namespace: ``megatron.compression`` joins the wheel's
-``megatron.core`` and ``megatron.training``. What an entrypoint or a package of one's own needs is here;
-everything is loaded when it is first asked for.
+``megatron.core`` and ``megatron.training``. What an entrypoint or a package of one's own needs is
+here; everything is loaded when it is first asked for.
 """
 
 import importlib

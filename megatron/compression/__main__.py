@@ -13,7 +13,8 @@ USAGE = "usage: torchrun ... -m megatron.compression SCRIPT [its flags and ours]
 
 
 def script_of(arguments: list[str]) -> str:
-    """The script that the command line names. Raises: InputError: none, or a file that is not there."""
+    """The script that the command line names. Raises: InputError: none, or a file that is not
+    there."""
     if not arguments or arguments[0].startswith("-"):
         raise InputError(f"no script is named; {USAGE}")
     if not os.path.isfile(arguments[0]):

@@ -1,4 +1,5 @@
-"""Compression in Megatron-Bridge: ``attach(cfg, tp=..., dp=...)`` returns the callback for its ``pretrain``."""
+"""Compression in Megatron-Bridge: ``attach(cfg, tp=..., dp=...)`` returns the callback for its
+``pretrain``."""
 
 from megatron.compression.frontends.bridge import BridgeCompression, attach
 

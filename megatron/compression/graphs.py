@@ -1,8 +1,9 @@
 """Compression in CUDA graphs: what a graph may hold, and a whole iteration's captured again.
 
-A replay sends what its capture sent, so decisions are made before a capture. Graphs of a whole iteration
-(``--cuda-graph-impl full_iteration``) are captured again when they change; those of layers (``local``,
-``transformer_engine``) cannot be, and what would change after their capture is refused.
+A replay sends what its capture sent, so decisions are made before a capture. Graphs of a whole
+iteration (``--cuda-graph-impl full_iteration``) are captured again when they change; those of
+layers (``local``, ``transformer_engine``) cannot be, and what would change after their capture is
+refused.
 """
 
 from argparse import Namespace
@@ -22,7 +23,8 @@ _IMPL = argument("cuda_graph_impl")
 
 
 def whole_iterations(args: Namespace) -> bool:
-    """Return whether a graph holds an iteration's forward and backward passes and the reduction of gradients."""
+    """Return whether a graph holds an iteration's forward and backward passes and the reduction of
+    gradients."""
     return args.cuda_graph_impl == "full_iteration"
 
 
@@ -197,8 +199,8 @@ def follow(session: "Session") -> "WholeIterations | None":
 
 
 class WholeIterations:
-    """Stands for the passes of a ``FullCudaGraphWrapper``: captures anew where decisions have changed, and
-    measures.
+    """Stands for the passes of a ``FullCudaGraphWrapper``: captures anew where decisions have
+    changed, and measures.
 
     Args:
         run: the run whose decisions graphs hold.
@@ -209,15 +211,17 @@ class WholeIterations:
         self._run = run
         self._log = log
         self._known: dict[str, Hashable] = {}
-        """What the graphs were captured with: by stage the size of its passes; the policy's circumstances."""
+        """What the graphs were captured with: by stage the size of its passes; the policy's
+        circumstances."""
 
     def one_pass(self, run_pass: Callable[..., Any], wrapper: Any, **arguments: Any) -> Any:
         """Run, capture or replay one pass by megatron-core's wrapper; the same on all ranks.
 
         Args:
             run_pass: megatron-core's own method.
-            wrapper: the ``FullCudaGraphWrapper``. It counts passes by stage in ``curr_iteration``; the one
-                with the number of its warm-up steps is captured, and those after it are replayed.
+            wrapper: the ``FullCudaGraphWrapper``. It counts passes by stage in ``curr_iteration``;
+                the one with the number of its warm-up steps is captured, and those after it are
+                replayed.
             arguments: the pass's.
         """
         stage = "validation" if arguments["forward_only"] else "training"
@@ -262,8 +266,8 @@ class WholeIterations:
 def reset(wrapper: Any) -> None:
     """Free the graphs of a ``FullCudaGraphWrapper``, those of training and of validation.
 
-    They share a pool of memory, which is free when none has it. The next passes begin anew with their warm-up
-    steps.
+    They share a pool of memory, which is free when none has it. The next passes begin anew with
+    their warm-up steps.
     """
     from megatron.core import full_cuda_graph  # settings are read without megatron-core, too
 

@@ -1,8 +1,8 @@
 """Training passes that are repeated without lossless codecs where a payload overflowed.
 
-A training step's forward and backward pass notes flags on the device (communication/overflow.py). At its end
-all ranks ask once whether there was an overflow; then the pass is repeated, with the same micro-batches and
-random state, lossless codecs off, and its gradients are the exact ones.
+A training step's forward and backward pass notes flags on the device (communication/overflow.py).
+At its end all ranks ask once whether there was an overflow; then the pass is repeated, with the
+same micro-batches and random state, lossless codecs off, and its gradients are the exact ones.
 """
 
 from argparse import Namespace
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 LEAST_PAUSE = 8
 LONGEST_PAUSE = 1024
-"""Steps without lossless codecs after a repeated one, twice as many after each further one in a row."""
+"""Steps without lossless codecs after a repeated one, twice as many after each further one in a
+row."""
 
 
 class Repetition:
@@ -49,7 +50,8 @@ class Repetition:
         self._run.overflow.begin()
 
     def end(self) -> bool:
-        """Return whether to repeat the pass that has ended. Collective over all ranks of the job."""
+        """Return whether to repeat the pass that has ended. Collective over all ranks of the
+        job."""
         overflow = self._run.overflow
         # The repeated pass, or one of a pause, has ended.
         if overflow.state is State.OFF:
@@ -75,8 +77,8 @@ def follow(session: "Session") -> Repetition | None:
     """Have training passes repeated in a run with a lossless codec, where they can be.
 
     Returns:
-        What decides which passes are repeated; None: no codec overflows, or passes cannot be repeated, which
-        is logged.
+        What decides which passes are repeated; None: no codec overflows, or passes cannot be
+        repeated, which is logged.
 
     Raises:
         CompressionConfigError: lossless codecs between stages, and passes cannot be repeated.

@@ -1,7 +1,7 @@
 """A session: one compressed run, from the first model chunk to the report.
 
-A front end (frontends/, fsdp2/) makes a ``Session`` of the settings and of a ``Host``, its loop, opens it, and calls
-it where the loop comes by:
+A front end (frontends/, fsdp2/) makes a ``Session`` of the settings and of a ``Host``, its loop,
+opens it, and calls it where the loop comes by:
 
     session = Session(config, host)
     session.open()
@@ -9,8 +9,9 @@ it where the loop comes by:
     chunks = session.attach_wrapped(wrapped)       # after
     session.iteration_ends(iteration, losses)      # once an iteration
 
-Several sessions may be open in a process, over the same process groups: each has its own settings, decisions,
-bytes and gradients. Functions of other packages are replaced while one is open (patches/running.py).
+Several sessions may be open in a process, over the same process groups: each has its own settings,
+decisions, bytes and gradients. Functions of other packages are replaced while one is open
+(patches/running.py).
 """
 
 from argparse import Namespace
@@ -52,8 +53,8 @@ STATE = "megatron_taco"
 class Host:
     """The loop that a session runs in: what the session has to know of it, and where it logs.
 
-    As it stands this is a loop of one's own, which counts its iterations by ``Session.step`` and has neither a
-    log interval nor Megatron's arguments.
+    As it stands this is a loop of one's own, which counts its iterations by ``Session.step`` and
+    has neither a log interval nor Megatron's arguments.
     """
 
     arguments: Namespace | None = None
@@ -61,7 +62,8 @@ class Host:
     names: Names = PYTHON_NAMES
     """What the loop's user calls a setting."""
     log_interval: int = 0
-    """Iterations between two log lines; 0: the loop logs nothing, and so neither does the session."""
+    """Iterations between two log lines; 0: the loop logs nothing, and so neither does the
+    session."""
     broadcasts_batch: bool = False
     """Tensor-parallel rank 0 sends the batch to its group, which is counted then."""
     iteration: Callable[[], int] | None = None
@@ -93,7 +95,8 @@ class Host:
         """Refuse a checkpoint of a run with other settings, by the arguments saved with it."""
 
     def continues(self) -> bool:
-        """Return whether a checkpoint that is read is one to continue, rather than to begin anew from."""
+        """Return whether a checkpoint that is read is one to continue, rather than to begin anew
+        from."""
         return True
 
 
@@ -119,7 +122,8 @@ class Session:
         policy = Policy(rules, ledger, iteration, config.validate_uncompressed, meter)
         transports = Transports(config.transport, config.communicators)
         self.run = Run(policy, ledger, transports)
-        """What communication sites share: policy, ledger, transports, the state of lossless payloads."""
+        """What communication sites share: policy, ledger, transports, the state of lossless
+        payloads."""
         # The order matters: CAAT-Net changes layers that tensor parallelism has given their sites,
         # and data parallelism comes last, when all parameters are those that are reduced.
         tensor_parallel = TensorParallel(config.tensor_parallel, self.run, self.host.log)
@@ -136,7 +140,8 @@ class Session:
             ),
             "data_parallel": self.gradients,
         }
-        """By the name of their settings in ``CompressionConfig``, in the order in which they are attached."""
+        """By the name of their settings in ``CompressionConfig``, in the order in which they are
+        attached."""
         # Parts that a loop may not have. They are made when the session opens or the model is
         # attached.
         self.report_settings: dict[str, Any] = {}
@@ -145,7 +150,8 @@ class Session:
         self.audit: BackendAudit | None = None
         """Both: None in a loop without a log interval."""
         self.automatic: Any = None
-        """The ``Automatic`` that completes the settings when the model is there (``--compression auto``)."""
+        """The ``Automatic`` that completes the settings when the model is there (``--compression
+        auto``)."""
         self.repetition: repetition.Repetition | None = None
         """Repeats training passes with an overflow; None: none can be, or no codec overflows."""
         self.whole_iterations: graphs.WholeIterations | None = None
@@ -211,10 +217,10 @@ class Session:
         self.audit = BackendAudit(self.ledger, partial(groups_by_dimension, has_experts))
 
     def close(self) -> None:
-        """End: nothing of this run is compressed or counted from here on, also where its model lives on.
+        """End: nothing of this run is compressed from here on, also where its model lives on.
 
-        All ranks close at the same place of their loops. After the last session of a process has been closed,
-        the functions that were replaced in other packages are their own again.
+        All ranks close at the same place of their loops. After the last session of a process has
+        been closed, the functions that were replaced in other packages are their own again.
         """
         self._is_closed = True
         self.gradients.close()
@@ -299,7 +305,8 @@ class Session:
                 self.host.log(f"compression: {line}")
 
     def refuse_missing_calls(self, *_: object) -> None:
-        """Refuse to run a chunk in a loop of one's own that leaves out a call which some compression needs.
+        """Refuse to run a chunk in a loop of one's own that leaves out a call which some
+        compression needs.
 
         Raises:
             CompressionConfigError: gradients or iterations that nobody tells of.
@@ -330,8 +337,8 @@ class Session:
         return any(sent for sent, _ in by_reason.values())
 
     def summary(self) -> str:
-        """Return what this rank has sent in training so far, and would have sent uncompressed: a line for each
-        class of traffic, and one for all."""
+        """Return what this rank has sent in training so far, and would have sent uncompressed: a
+        line for each class of traffic, and one for all."""
         rows = {}
         # Classes without traffic are left out.
         for traffic, by_reason in self.ledger.totals().items():
@@ -366,12 +373,13 @@ class Session:
         self.host.training_begins()
 
     def iteration_ends(self, iteration: int, losses: dict[str, torch.Tensor]) -> None:
-        """Follow an iteration that has ended: the audit of the first, the log line at the log interval, what
-        the error bound decides there.
+        """Follow an iteration that has ended: the audit of the first, the log line at the log
+        interval, what the error bound decides there.
 
         Args:
             iteration: its number, counted from 1.
-            losses: its losses by name, on the last pipeline stage; empty elsewhere and where it was skipped.
+            losses: its losses by name, on the last pipeline stage; empty elsewhere and where it was
+                skipped.
         """
         if self.audit is not None:
             for line in self.audit.finish():
@@ -415,7 +423,8 @@ class Session:
             self.reporter.finish()
 
     def state(self) -> dict[str, Any]:
-        """Return what a resume needs besides weights and optimizer: plain values, the same on every rank."""
+        """Return what a resume needs besides weights and optimizer: plain values, the same on every
+        rank."""
         return {"steps": self.steps, "error_bound": self.run.policy.meter.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -455,7 +464,8 @@ class Session:
             dimension.loaded(state_dict)
 
     def resume(self, state_dict: dict[str, Any]) -> None:
-        """Continue as the run that saved this state dict, and log which settings have changed since."""
+        """Continue as the run that saved this state dict, and log which settings have changed
+        since."""
         saved = state_dict[STATE]
         changed = changed_settings(saved["config"], self.config.asdict())
         if changed:
@@ -474,7 +484,8 @@ class Session:
 
 
 def groups_by_dimension(has_experts: bool) -> dict[str, list[dist.ProcessGroup]]:
-    """Return this rank's process groups by dimension, for the audit; experts have groups of their own."""
+    """Return this rank's process groups by dimension, for the audit; experts have groups of their
+    own."""
     groups = {
         "expert parallel": [],
         "tensor parallel": [parallel_state.get_tensor_model_parallel_group()],

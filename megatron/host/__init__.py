@@ -1,7 +1,9 @@
-"""Stand-ins where the machine has no CUDA device: Megatron's own training loop runs on CPU tensors over gloo.
+"""Stand-ins where the machine has no CUDA device: Megatron's own training loop runs on CPU tensors
+over gloo.
 
 `install()` must run before `megatron.training` is imported. Symbols are replaced through
-`megatron.compression.patches`: cuda.py has torch's, engine.py Megatron's and the arguments of a CPU run.
+`megatron.compression.patches`: cuda.py has torch's, engine.py Megatron's and the arguments of a CPU
+run.
 """
 
 _active = False
@@ -13,9 +15,11 @@ def is_active() -> bool:
 
 
 def install(training: bool = True) -> bool:
-    """Make Megatron, or without ``training`` megatron-core alone, runnable on this machine. Idempotent.
+    """Make Megatron, or without ``training`` megatron-core alone, runnable on this machine.
+    Idempotent.
 
-    Returns: True where the CPU stand-ins are in place, False where CUDA is present (nothing replaced).
+    Returns: True where the CPU stand-ins are in place, False where CUDA is present (nothing
+        replaced).
     """
     global _active
     import torch

@@ -1,7 +1,9 @@
-"""Stand-ins for CUDA in torch: devices, streams, memory, tensor factories, random state, gloo's groups.
+"""Stand-ins for CUDA in torch: devices, streams, memory, tensor factories, random state, gloo's
+groups.
 
-The tensor factories are wrapped one by one. A TorchFunctionMode would reach the same call sites with one
-class, but it intercepts every other operation as well: an iteration of a tiny model takes a quarter longer.
+The tensor factories are wrapped one by one. A TorchFunctionMode would reach the same call sites
+with one class, but it intercepts every other operation as well: an iteration of a tiny model takes
+a quarter longer.
 """
 
 import contextlib
@@ -53,7 +55,8 @@ class _Stream:
 
 
 class _Event:
-    """For torch.cuda.Event: records the host clock, so `elapsed_time` stays meaningful (milliseconds)."""
+    """For torch.cuda.Event: records the host clock, so `elapsed_time` stays meaningful
+    (milliseconds)."""
 
     __init__ = wait = synchronize = _nothing
     query = _Stream.query
@@ -70,7 +73,8 @@ _STREAM = _Stream()
 
 
 def _resident() -> int:
-    """Resident memory of this process in bytes, for torch.cuda.memory_allocated / memory_reserved."""
+    """Resident memory of this process in bytes, for torch.cuda.memory_allocated /
+    memory_reserved."""
     return psutil.Process().memory_info().rss
 
 
@@ -80,7 +84,8 @@ def _peak() -> int:
 
 
 def _memory_stats() -> dict[str, int]:
-    """Stand in for torch.cuda.memory_stats, read by --log-memory-to-tensorboard; unknown keys count 0."""
+    """Stand in for torch.cuda.memory_stats, read by --log-memory-to-tensorboard; unknown keys count
+    0."""
     current = dict.fromkeys(
         ("reserved_bytes.all.current", "allocated_bytes.all.current"), _resident()
     )
@@ -88,7 +93,8 @@ def _memory_stats() -> dict[str, int]:
 
 
 def _properties() -> SimpleNamespace:
-    """Stand in for torch.cuda.get_device_properties: compute capability 0.0, below every kernel's requirement."""
+    """Stand in for torch.cuda.get_device_properties: compute capability 0.0, below every kernel's
+    requirement."""
     memory = psutil.virtual_memory().total
     return SimpleNamespace(
         name="cpu", major=0, minor=0, total_memory=memory, multi_processor_count=1
@@ -96,7 +102,8 @@ def _properties() -> SimpleNamespace:
 
 
 def _calling(function):
-    """Return a new function that calls `function`: torch._dynamo refuses one object under two names."""
+    """Return a new function that calls `function`: torch._dynamo refuses one object under two
+    names."""
 
     def stand_in(*_args, **_kwargs):
         return function()
@@ -207,7 +214,8 @@ FACTORIES = (
     "zeros",
     "zeros_like",
 )
-"""What megatron.core and megatron.training call with device="cuda", or with a torch.device of it."""
+"""What megatron.core and megatron.training call with device="cuda", or with a torch.device of
+it."""
 
 
 def _is_cuda(device) -> bool:
@@ -230,7 +238,8 @@ def _on_cpu(factory):
 
 
 def _type_on_gpu(original, self, dtype=None, *args, **kwargs):
-    """Stand in for Tensor.type(): the optimizers sort parameters by names such as 'torch.cuda.FloatTensor'."""
+    """Stand in for Tensor.type(): the optimizers sort parameters by names such as
+    'torch.cuda.FloatTensor'."""
     if dtype is not None or args or kwargs:
         return original(self, dtype, *args, **kwargs)
     name = original(self)
@@ -248,7 +257,8 @@ def _to_cpu(original, self, *args, **kwargs):
 
 
 def _install_tensors() -> None:
-    """Wrap the factories, the Tensor methods that move a tensor to the device, and products of matrices."""
+    """Wrap the factories, the Tensor methods that move a tensor to the device, and products of
+    matrices."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         with warnings.catch_warnings(action="ignore"):  # torch warns of such a replacement
             for name in ("mm", "addmm", "bmm", "baddbmm"):
@@ -283,7 +293,8 @@ def _in_fp32(product, *matrices, **factors) -> torch.Tensor:
 
 
 def _get_state(*_args, **_kwargs) -> torch.Tensor:
-    """Stand in for torch.cuda.get_rng_state and megatron's _get_cuda_rng_state: a uint8 copy of the state."""
+    """Stand in for torch.cuda.get_rng_state and megatron's _get_cuda_rng_state: a uint8 copy of the
+    state."""
     return torch.default_generator.get_state()
 
 
@@ -294,10 +305,11 @@ def _set_state(new_state: torch.Tensor, *_args, **_kwargs) -> None:
 
 @contextlib.contextmanager
 def _fork(self, name: str = "model-parallel-rng"):
-    """Stand in for CudaRNGStatesTracker.fork: draw from the named state inside, restore the outer one after.
+    """Stand in for CudaRNGStatesTracker.fork: draw from the named state inside, restore the outer
+    one after.
 
-    Megatron's own warns when the CPU state moves inside, which is the purpose here. Nested forks keep the
-    outer name's state up to date, as Megatron's do.
+    Megatron's own warns when the CPU state moves inside, which is the purpose here. Nested forks
+    keep the outer name's state up to date, as Megatron's do.
 
     Raises:
         KeyError: `name` was never added.
@@ -346,8 +358,8 @@ def install_tracker(random_module) -> None:
 
 
 def _share_gloo_device() -> None:
-    """Give each gloo group that is made from now on this process's one device, whose thread wakes a hundred
-    times a second. Megatron makes dozens of groups."""
+    """Give each gloo group that is made from now on this process's one device, whose thread wakes a
+    hundred times a second. Megatron makes dozens of groups."""
     make = ProcessGroupGloo.__init__
     if hasattr(make, "__wrapped__"):
         return

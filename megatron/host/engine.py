@@ -1,4 +1,5 @@
-"""Megatron without CUDA: its symbols that take a device for granted, and the arguments of a CPU run."""
+"""Megatron without CUDA: its symbols that take a device for granted, and the arguments of a CPU
+run."""
 
 import functools
 import importlib
@@ -22,10 +23,11 @@ _EXPECTED_WARNINGS = (
 
 
 def _with_own_generator(build, *args, **kwargs):
-    """Stand in for build_pretraining_data_loader: the loader draws its workers' seed from its own generator.
+    """Stand in for build_pretraining_data_loader: the loader draws its workers' seed from its own
+    generator.
 
-    Dropout draws from the CPU generator here, so tensor-parallel ranks need the same draws from it, and rank 0
-    alone reads data.
+    Dropout draws from the CPU generator here, so tensor-parallel ranks need the same draws from it,
+    and rank 0 alone reads data.
     """
     loader = build(*args, **kwargs)
     if isinstance(loader, torch.utils.data.DataLoader):
@@ -34,14 +36,15 @@ def _with_own_generator(build, *args, **kwargs):
 
 
 def _without_cuda(initialize, *args, **kwargs):
-    """Stand in for initialize_megatron, which asserts CUDA unless told otherwise; training.py holds its name."""
+    """Stand in for initialize_megatron, which asserts CUDA unless told otherwise; training.py holds
+    its name."""
     kwargs.setdefault("allow_no_cuda", True)
     return initialize(*args, **kwargs)
 
 
 def _as_numpy_from_here(move, tensor, as_numpy=False, record_stream=False):
-    """Stand in for maybe_move_tensor_to_cpu, which makes numpy splits of CUDA tensors alone: gloo wants
-    numbers."""
+    """Stand in for maybe_move_tensor_to_cpu, which makes numpy splits of CUDA tensors alone: gloo
+    wants numbers."""
     tensor = move(tensor, as_numpy, record_stream)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -72,8 +75,8 @@ def install_core() -> None:
 
 
 def _load(name: str):
-    """Import a Megatron module with torch.compile as the identity: `jit_fuser` applies it to small functions,
-    which on CPU costs seconds of C++ compilation in each process and gains nothing."""
+    """Import a Megatron module with torch.compile as the identity: `jit_fuser` applies it to small
+    functions, which on CPU costs seconds of C++ compilation in each process and gains nothing."""
     if "megatron.core.jit" in sys.modules:
         # Too late for the import below: have dynamo leave the functions uncompiled.
         importlib.import_module("torch._dynamo").config.disable = True

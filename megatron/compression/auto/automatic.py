@@ -1,4 +1,5 @@
-"""``--compression auto`` in a run of Megatron: decides before attachment, then lets the run check."""
+"""``--compression auto`` in a run of Megatron: decides before attachment, then lets the run
+check."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +22,8 @@ LOOKED_AT = 3
 
 
 class Automatic:
-    """Completes a session's settings before the first model chunk is attached, and lets the run check them.
+    """Completes a session's settings before the first model chunk is attached, and lets the run
+    check them.
 
     Args:
         session: its host has Megatron's arguments; its report stores the plan.
@@ -68,10 +70,11 @@ class Automatic:
         return chunks
 
     def attach_next(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Take chunks of a model provider, and attach to all of the stage's when the last one is there.
+        """Take chunks of a model provider, and attach to all of the stage's when the last one is
+        there.
 
-        Building a chunk may be collective (tied embeddings), in another order on each stage; so nothing
-        collective may come in between.
+        Building a chunk may be collective (tied embeddings), in another order on each stage; so
+        nothing collective may come in between.
         """
         self._provided += chunks
         if len(self._provided) == (self.args.virtual_pipeline_model_parallel_size or 1):
@@ -130,7 +133,8 @@ class Automatic:
         return measured[0]
 
     def _stored_plan(self) -> RunPlan | None:
-        """Return what an earlier part of this run has decided; None: nothing, or it is not possible now."""
+        """Return what an earlier part of this run has decided; None: nothing, or it is not possible
+        now."""
         plan = plans.read(self.args.load, self._made_for, self._tell)
         if plan is None:
             return None

@@ -1,5 +1,5 @@
-"""The check of the ledger: what torch.distributed was given in an iteration, also by layers of the user's own
-that communicate by themselves."""
+"""The check of the ledger: what torch.distributed was given in an iteration, also by layers of the
+user's own that communicate by themselves."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,8 @@ from megatron.compression.patches import running, symbols
 
 Groups = Sequence[dist.ProcessGroup]
 NEGLIGIBLE = 4096
-"""Bytes an iteration that need not be in the ledger: scalar reductions (loss, gradient norm, overflow)."""
+"""Bytes an iteration that need not be in the ledger: scalar reductions (loss, gradient norm,
+overflow)."""
 
 _METHODS = {
     "allreduce": ("all_reduce", 0),
@@ -37,8 +38,8 @@ _METHODS = {
     "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
     "all_to_all_single": ("all_to_all", 1),
 }
-"""Methods of a process group: the ledger's operation, and which argument is the buffer. All functions of
-torch.distributed come down to these, those that Megatron holds by another name too."""
+"""Methods of a process group: the ledger's operation, and which argument is the buffer. All
+functions of torch.distributed come down to these, those that Megatron holds by another name too."""
 _SUMS = ("all_reduce", "reduce_scatter")
 """Operations without payloads: a backend cannot add up codes."""
 _OPERATIONS = tuple(dict.fromkeys(operation for operation, _ in _METHODS.values()))
@@ -47,18 +48,19 @@ _KEYS = list(product(_OPERATIONS, (False, True)))
 
 
 class BackendAudit:
-    """Counts what this process gives to torch.distributed in one iteration, and compares the ledger with it.
+    """Counts what this process gives to torch.distributed in one iteration, and compares the ledger
+    with it.
 
-    The methods of ``ProcessGroup`` are replaced meanwhile. Where other runs are open in the process, their
-    ledgers count as well: groups carry what all of them send. Not seen: what does not use torch.distributed
-    (symmetric and host memory, Transformer Engine's user buffers).
+    The methods of ``ProcessGroup`` are replaced meanwhile. Where other runs are open in the
+    process, their ledgers count as well: groups carry what all of them send. Not seen: what does
+    not use torch.distributed (symmetric and host memory, Transformer Engine's user buffers).
 
     Args:
         ledger: the run's.
-        groups: asked at the end; by dimension (a key of ``DIMENSIONS``) this rank's process groups, data
-            parallelism's with context parallelism. The same keys in the same order on all ranks. A group
-            whose ranks are some of a dimension's belongs to it. Dimensions that share ranks (experts and
-            data) are looked at together.
+        groups: asked at the end; by dimension (a key of ``DIMENSIONS``) this rank's process groups,
+            data parallelism's with context parallelism. The same keys in the same order on all
+            ranks. A group whose ranks are some of a dimension's belongs to it. Dimensions that
+            share ranks (experts and data) are looked at together.
     """
 
     def __init__(self, ledger: Ledger, groups: Callable[[], Mapping[str, Groups]]) -> None:
@@ -122,7 +124,8 @@ class BackendAudit:
         self.stop()
 
     def finish(self, ranks: dist.ProcessGroup | None = None) -> list[str]:
-        """Stop, and return what was sent and is not in the ledger, a line each; nothing on every later call.
+        """Stop, and return what was sent and is not in the ledger, a line each; nothing on every
+        later call.
 
         Collective over ``ranks``, by default all of the job, which get the same lines.
         """
@@ -158,8 +161,9 @@ class BackendAudit:
         return lines
 
     def _missing(self, members: set[int], names: Sequence[str]) -> torch.Tensor:
-        """Return bytes beyond the ledgers' by ``_KEYS``: what was given over groups of these ranks, less what
-        is known of these dimensions. Payloads are apart, since some transports are not seen."""
+        """Return bytes beyond the ledgers' by ``_KEYS``: what was given over groups of these ranks,
+        less what is known of these dimensions. Payloads are apart, since some transports are not
+        seen."""
         given: Counter[tuple[str, bool]] = Counter()
         for (group, operation, is_payload), sent in self.given.items():
             ranks = set(dist.get_process_group_ranks(group))
@@ -207,7 +211,8 @@ class BackendAudit:
 
 
 def _counting(operation: str, index: int) -> Callable[[Callable, list[Callable]], Callable]:
-    """Return what makes of a process group's method one that counts: its ``index``th argument is the buffer."""
+    """Return what makes of a process group's method one that counts: its ``index``th argument is
+    the buffer."""
 
     def wrap(method: Callable, calls: list[Callable]) -> Callable:
         def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +240,8 @@ def _sends(operation: str, group: dist.ProcessGroup, args: tuple) -> bool:
 
 
 def _joined(groups: Mapping[str, Groups]) -> list[tuple[list[str], set[int]]]:
-    """Return (dimensions, ranks) with more than one rank, those that have two ranks in common put together."""
+    """Return (dimensions, ranks) with more than one rank, those that have two ranks in common put
+    together."""
     result: list[tuple[list[str], set[int]]] = []
     for name, dimension_groups in groups.items():
         members: set[int] = set()

@@ -1,8 +1,8 @@
 """The byte ledger: what was really sent.
 
-Bytes follow the convention of nccl-tests: what one rank of a group of W sends. All-reduce 2 (W-1)/W of the
-buffer; all-gather (of the gathered buffer), reduce-scatter and all-to-all (W-1)/W; send and broadcast the
-payload.
+Bytes follow the convention of nccl-tests: what one rank of a group of W sends. All-reduce 2 (W-1)/W
+of the buffer; all-gather (of the gathered buffer), reduce-scatter and all-to-all (W-1)/W; send and
+broadcast the payload.
 """
 
 import atexit
@@ -52,17 +52,18 @@ KINDS = {
 """Reasons: why bytes travel as they do. Reports call a reason a kind."""
 
 LINKS = ("", "intra", "inter")
-"""Where data-parallel bytes go: inside a node or between nodes; empty where they are not distinguished."""
+"""Where data-parallel bytes go: inside a node or between nodes; empty where they are not
+distinguished."""
 
 
 def bytes_sent(operation: str, buffer_bytes: int, world_size: int) -> int:
     """Return the bytes that one rank sends in one call.
 
     Args:
-        operation: one of torch.distributed's: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast
-            or send.
-        buffer_bytes: the size of its buffer: of an all-gather the gathered one, of an all-to-all and a
-            reduce-scatter the input.
+        operation: one of torch.distributed's: all_reduce, all_gather, reduce_scatter, all_to_all,
+            broadcast or send.
+        buffer_bytes: the size of its buffer: of an all-gather the gathered one, of an all-to-all
+            and a reduce-scatter the input.
         world_size: ranks of the group.
     """
     if world_size == 1:
@@ -86,10 +87,12 @@ class Tally:
 
 
 class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
-    """What one ledger counts while a CUDA graph is captured: (counting method, its arguments) -> how often.
+    """What one ledger counts while a CUDA graph is captured: (counting method, its arguments) ->
+    how often.
 
-    A capture sends nothing; each replay sends what was captured, and is counted in the replay's phase.
-    Methods that count add to ``captured`` in place: a call would be a Python frame in each message.
+    A capture sends nothing; each replay sends what was captured, and is counted in the replay's
+    phase. Methods that count add to ``captured`` in place: a call would be a Python frame in each
+    message.
     """
 
     def replaying(self, content: Counter[tuple[Any, tuple]]) -> None:
@@ -97,7 +100,8 @@ class Captures(GraphObserver[Counter[tuple[Any, tuple]]]):
             count(*arguments, times=times)
 
     def release(self) -> None:
-        """Free all graphs before process groups are destroyed: NCCL waits for those that hold its kernels."""
+        """Free all graphs before process groups are destroyed: NCCL waits for those that hold its
+        kernels."""
         # reset frees a graph, and with it the NCCL kernels that it holds.
         for graph in list(self.contents):
             graph.reset()
@@ -117,8 +121,9 @@ def release_graphs() -> None:
 class Ledger:
     """Counts bytes given to the transport, by phase, traffic, reason, operation and link.
 
-    Of a compressed operation each transport call is counted, and once, by ``record_plain``, what the
-    uncompressed operation would have sent. While a CUDA graph is captured nothing is sent: its replays count.
+    Of a compressed operation each transport call is counted, and once, by ``record_plain``, what
+    the uncompressed operation would have sent. While a CUDA graph is captured nothing is sent: its
+    replays count.
     """
 
     def __init__(self) -> None:
@@ -130,7 +135,8 @@ class Ledger:
         """What CUDA graphs hold of this ledger's messages; see ``count_replays``."""
 
     def count_replays(self) -> None:
-        """Begin to follow CUDA graphs: what a capture holds is counted at each replay. Idempotent."""
+        """Begin to follow CUDA graphs: what a capture holds is counted at each replay.
+        Idempotent."""
         if not _observing:
             atexit.register(release_graphs)
         _observing.add(self.captures)
@@ -161,8 +167,8 @@ class Ledger:
             reason: why the bytes travel as they do, one of ``KINDS``.
             operation: what the transport was asked for, as ``bytes_sent`` calls it.
             sent: bytes that this rank sends in one call.
-            uncompressed: bytes that the uncompressed operation would send; 0 where ``record_plain`` counts
-                them.
+            uncompressed: bytes that the uncompressed operation would send; 0 where ``record_plain``
+                counts them.
             link: one of ``LINKS``.
             times: calls.
 
@@ -218,8 +224,8 @@ class Ledger:
         self.record(traffic, "compressed", f"instead_of_{operation}", 0, uncompressed)
 
     def totals(self, phase: str = "train") -> dict[str, dict[str, tuple[int, int]]]:
-        """Return ``{traffic: {reason: (sent, uncompressed)}}`` in bytes since the start, all classes and
-        reasons present."""
+        """Return ``{traffic: {reason: (sent, uncompressed)}}`` in bytes since the start, all
+        classes and reasons present."""
         totals = {traffic: dict.fromkeys(KINDS, (0, 0)) for traffic in TRAFFIC}
         for (tally_phase, traffic, reason, _, _), tally in self.tallies.items():
             if tally_phase == phase:
@@ -228,8 +234,8 @@ class Ledger:
         return totals
 
     def between_nodes(self) -> dict[str, tuple[int, int]]:
-        """Return ``{traffic: (sent, uncompressed)}`` in bytes of what training is known to have sent to other
-        nodes so far."""
+        """Return ``{traffic: (sent, uncompressed)}`` in bytes of what training is known to have
+        sent to other nodes so far."""
         totals = dict.fromkeys(TRAFFIC, (0, 0))
         for (phase, traffic, _, _, link), tally in self.tallies.items():
             if phase == "train" and link == "inter":

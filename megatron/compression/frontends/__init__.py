@@ -1,4 +1,5 @@
-"""The doors by which a training loop gets its session: each supplies a ``Host`` and calls the session.
+"""The doors by which a training loop gets its session: each supplies a ``Host`` and calls the
+session.
 
 megatron_lm/   Megatron-LM's loop: the flags, ``enable``, entrypoints, what is checked at the start
 own_loop.py    a loop over megatron-core without megatron.training

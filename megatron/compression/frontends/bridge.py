@@ -3,7 +3,8 @@
     from megatron.compression import bridge
     pretrain(cfg, forward_step, callbacks=[bridge.attach(cfg, tp="int6", dp="sdp4bit")])
 
-Nothing of Megatron-Bridge is imported: the container and the callback's context are used by their fields.
+Nothing of Megatron-Bridge is imported: the container and the callback's context are used by their
+fields.
 """
 
 import json
@@ -30,7 +31,8 @@ STATE_FILE = f"{STATE}.json"
 """In the folder of a checkpoint's iteration: what ``Session.state`` gives, and the settings."""
 
 Spec = str | tuple[str, str]
-"""A codec or recipe, or two: of activations and of gradients; ``dp``: of gradients and of weights."""
+"""A codec or recipe, or two: of activations and of gradients; ``dp``: of gradients and of
+weights."""
 
 _UNCOMPRESSED = "none"
 _PARTS = (
@@ -54,7 +56,8 @@ _RENAMED = {
 
 
 def _names_of_settings() -> dict[str, str]:
-    """Return for each setting's path the argument of ``attach``: ``tp[1]`` is the second value of ``tp``."""
+    """Return for each setting's path the argument of ``attach``: ``tp[1]`` is the second value of
+    ``tp``."""
     names = {path: path for path in FLAG_NAMES.settings if "." not in path}
     for kind in PARALLELISMS.values():
         argument = kind.traffic.removesuffix(".")
@@ -91,8 +94,8 @@ def attach(
         pp: codec of pipeline-parallel traffic.
         ep: codec of expert-parallel traffic.
         min_mb: smaller messages, in MiB, go uncompressed; every dimension's.
-        settings: start_iteration, transport, communicators, error_bound, validate_uncompressed and report of
-            ``CompressionConfig``.
+        settings: start_iteration, transport, communicators, error_bound, validate_uncompressed and
+            report of ``CompressionConfig``.
 
     Returns:
         The callback for ``pretrain(cfg, forward_step, callbacks=[...])``.
@@ -181,10 +184,12 @@ def check(cfg: Any, config: CompressionConfig) -> tuple[CompressionConfig, Names
     """Check settings against a container whose values are final.
 
     Returns:
-        The settings as they are used; the container's as Megatron's arguments; what the user calls both.
+        The settings as they are used; the container's as Megatron's arguments; what the user calls
+        both.
 
     Raises:
-        CompressionConfigError: what cannot be honoured, by the container's fields and our arguments.
+        CompressionConfigError: what cannot be honoured, by the container's fields and our
+            arguments.
     """
     arguments, fields = megatron_settings(cfg)
     names = Names(NAMES.settings, fields)
@@ -323,7 +328,8 @@ class BridgeCompression:
         self._iteration_began = time.perf_counter()
 
     def on_train_step_end(self, context: Any) -> None:
-        """Count the iteration; at the log interval write what was sent to the log and the trackers."""
+        """Count the iteration; at the log interval write what was sent to the log and the
+        trackers."""
         # As Megatron counts them: without evaluation and saving.
         self._host.training_seconds += time.perf_counter() - self._iteration_began
         losses = {} if context.skipped_iter else context.loss_dict or {}
@@ -352,8 +358,8 @@ class BridgeCompression:
     def on_checkpoint_save(self, context: Any) -> None:
         """Save what a resume needs beside the checkpoint that is being written.
 
-        The folder is that of the current iteration: with ``async_save`` the tracker still names the checkpoint
-        before, until this one is complete.
+        The folder is that of the current iteration: with ``async_save`` the tracker still names the
+        checkpoint before, until this one is complete.
         """
         if dist.get_rank() != 0:
             return

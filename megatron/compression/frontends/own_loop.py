@@ -61,14 +61,16 @@ def attach(
         iteration: returns the zero-based training iteration; None: calls of ``step`` are counted.
         train_iters: how long the run is, in iterations, where it is known.
         log: prints a line; called on every rank. By default the first rank prints.
-        broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, which is counted then.
+        broadcasts_batch: tensor-parallel rank 0 sends the batch to its group, which is counted
+            then.
 
     Returns:
         The session of this model. Its ``attach_wrapped`` takes the chunks once they are wrapped by
         DistributedDataParallel; ``step`` is to be called after each iteration.
 
     Raises:
-        CompressionConfigError: a layer communicates in a way that is not covered; settings left open.
+        CompressionConfigError: a layer communicates in a way that is not covered; settings left
+            open.
     """
     host = OwnLoop(iteration, train_iters, log, broadcasts_batch)
     with spelled(PYTHON_NAMES):

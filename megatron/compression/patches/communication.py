@@ -1,7 +1,8 @@
-"""What Megatron and Transformer Engine send by themselves: counted, or passed through an exchange of ours.
+"""What Megatron and Transformer Engine send by themselves: counted, or passed through an exchange
+of ours.
 
-A replaced function serves the run of the object that it was given (running.py), and does what the original does
-where that object has none.
+A replaced function serves the run of the object that it was given (running.py), and does what the
+original does where that object has none.
 """
 
 import functools
@@ -14,10 +15,11 @@ from megatron.compression.patches.symbols import around, extend, follow, replace
 
 
 def on_gradient_sync(record: Callable[[Any, str, Any, str, int, int], None]) -> None:
-    """Call ``record(run, traffic, bucket_group, operation, buffer_bytes, world_size)`` for each data-parallel
-    gradient collective of a bucket group that is marked with a run.
+    """Call ``record(run, traffic, bucket_group, operation, buffer_bytes, world_size)`` for each
+    data-parallel gradient collective of a bucket group that is marked with a run.
 
-    Why: ``_ParamAndGradBucketGroup`` issues them itself and has no hook. Not reached: FSDP; compressed
+    Why: ``_ParamAndGradBucketGroup`` issues them itself and has no hook. Not reached: FSDP;
+        compressed
     reductions, which count themselves.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
@@ -61,8 +63,8 @@ def _record_gradient_sync(
 
 
 def on_parameter_sync(record: Callable[[Any, str, Any, str, int, int], None]) -> None:
-    """Call ``record(run, "dp.weight", bucket_group, operation, buffer_bytes, world_size)`` for each all-gather
-    of updated parameters of a bucket group that is marked with a run.
+    """Call ``record(run, "dp.weight", bucket_group, operation, buffer_bytes, world_size)`` for each
+    all-gather of updated parameters of a bucket group that is marked with a run.
 
     Why: as for the gradients. Not reached: FSDP, the layer-wise optimizers, and compressed gathers.
     """
@@ -137,8 +139,8 @@ def _replicated_gradient_bytes(model: list, config) -> int:
 
 
 def count_tied_embedding_gradient_syncs() -> None:
-    """Count the sum of the word embeddings' gradients where the first and the last pipeline stage hold a copy
-    each (without ``--untie-embeddings-and-output-weights``).
+    """Count the sum of the word embeddings' gradients where the first and the last pipeline stage
+    hold a copy each (without ``--untie-embeddings-and-output-weights``).
 
     Why: ``finalize_model_grads`` sums it itself, once an iteration. Not reached: Megatron-FSDP.
     """
@@ -171,10 +173,12 @@ def _after_tied_embedding_gradient_sync(result: Any, arguments: dict) -> None:
 
 
 def through_token_exchange(exchange: Any) -> None:
-    """Have megatron-core's dispatchers communicate through ``exchange`` (its ``all_to_all``, ``gather`` and
-    ``reduce_scatter`` take the original function first), the process's: dispatchers have their run's sites.
+    """Have megatron-core's dispatchers communicate through ``exchange`` (its ``all_to_all``,
+    ``gather`` and ``reduce_scatter`` take the original function first), the process's: dispatchers
+    have their run's sites.
 
-    Why: the dispatchers' methods permute and sort, and call three functions of their module for the sending
+    Why: the dispatchers' methods permute and sort, and call three functions of their module for the
+        sending
     alone, as shared experts do. Not reached: DeepEP, HybridEP and NCCL-EP, whose kernels send.
     """
     moe = "megatron.core.transformer.moe"
@@ -205,9 +209,11 @@ def through_token_exchange(exchange: Any) -> None:
 
 
 def through_regions(calls: Mapping[str, Callable]) -> None:
-    """Have multi-latent attention and multi-token prediction gather and scatter through ``calls``, by name.
+    """Have multi-latent attention and multi-token prediction gather and scatter through ``calls``,
+    by name.
 
-    Why: their methods call functions of their module between linear layers. Not reached: generation.
+    Why: their methods call functions of their module between linear layers. Not reached:
+        generation.
     """
     for short in ("multi_latent_attention", "multi_token_prediction"):
         module = importlib.import_module(f"megatron.core.transformer.{short}")
@@ -217,10 +223,11 @@ def through_regions(calls: Mapping[str, Callable]) -> None:
 
 
 def on_router_reduction(record: Callable[[int, int], None]) -> None:
-    """Call ``record(buffer_bytes, world_size)`` for a router's sums of tokens by expert, those of the
-    balancing loss; and count those of the experts' biases, of the run whose model is finalized.
+    """Call ``record(buffer_bytes, world_size)`` for a router's sums of tokens by expert, those of
+    the balancing loss; and count those of the experts' biases, of the run whose model is finalized.
 
-    Why: the router issues them itself, some values an expert each. Not reached: sinkhorn's and quantile
+    Why: the router issues them itself, some values an expert each. Not reached: sinkhorn's and
+        quantile
     balancing's; what is summed for a log line.
     """
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -262,14 +269,15 @@ def _after_expert_bias(result: Any, arguments: dict) -> None:
 
 
 def through_pipeline_exchange() -> None:
-    """Have the ``pipeline_exchange`` of a run send what the pipeline stages of its model send each other.
+    """Have the ``pipeline_exchange`` of a run send what the pipeline stages of its model send each
+    other.
 
-    Schedules put their model's run to work, and what a pass has sent has arrived when it returns. Without a
-    schedule the communicator's configuration tells the run.
+    Schedules put their model's run to work, and what a pass has sent has arrived when it returns.
+    Without a schedule the communicator's configuration tells the run.
 
     Why: all schedules go through ``P2PCommunicator._communicate``, and the training loop passes no
-    communicator of its own to them. Not reached: the exchange of shapes under ``--variable-seq-lengths``
-    (24 bytes a tensor); the end of passes that raise.
+    communicator of its own to them. Not reached: the exchange of shapes under
+    ``--variable-seq-lengths`` (24 bytes a tensor); the end of passes that raise.
     """
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -324,9 +332,10 @@ def _communicating(communicate: Callable) -> Callable:
 def through_exchanges(all_reduce: Callable, reduce_scatter: Callable, gather: Callable) -> None:
     """Have TE's linear layers communicate through functions that wrap the originals.
 
-    Why: the layers keep their fused norms, fp8 recipes and overlap only if they call the collectives
-    themselves. Not reached: attention's context parallelism; ``LayerNormMLP`` and the operation fuser, which
-    Megatron's layers do not use; userbuffers (``--tp-comm-overlap``).
+    Why: the layers keep their fused norms, fp8 recipes and overlap only if they call the
+        collectives
+    themselves. Not reached: attention's context parallelism; ``LayerNormMLP`` and the operation
+    fuser, which Megatron's layers do not use; userbuffers (``--tp-comm-overlap``).
 
     Args:
         all_reduce: makes of TE's ``allreduce`` what stands for it.
@@ -347,10 +356,11 @@ def through_exchanges(all_reduce: Callable, reduce_scatter: Callable, gather: Ca
 
 
 def on_magnitude_reduction(record: Callable[[int, int], None]) -> None:
-    """Call ``record(buffer_bytes, world_size)`` for each all-reduce of the largest magnitudes that delayed
-    scaling keeps.
+    """Call ``record(buffer_bytes, world_size)`` for each all-reduce of the largest magnitudes that
+    delayed scaling keeps.
 
-    Why: TE issues them itself, some tens of values a layer in each pass. Not reached: those of current
+    Why: TE issues them itself, some tens of values a layer in each pass. Not reached: those of
+        current
     scaling, one value a tensor, which its C++ code issues past torch.distributed.
     """
     quantization = importlib.import_module("transformer_engine.pytorch.quantization")
@@ -373,7 +383,8 @@ def _counting_magnitudes(reduce: Callable, calls: list[Callable]) -> Callable:
 
 
 def eager_only(hook: Callable) -> Callable:
-    """Mark a forward pre-hook of ours, which notes what an eager forward does (``skip_in_layer_graphs``)."""
+    """Mark a forward pre-hook of ours, which notes what an eager forward does
+    (``skip_in_layer_graphs``)."""
     hook.eager_only = True  # type: ignore[attr-defined]
     return hook
 
@@ -381,8 +392,10 @@ def eager_only(hook: Callable) -> Callable:
 def skip_in_layer_graphs() -> None:
     """Leave forward pre-hooks that are ``eager_only`` out where a layer's CUDA graph is replayed.
 
-    Why: ``CudaGraphManager`` calls the hooks of the modules that a graph holds and refuses all but DDP's; a
-    replay has no forward that ours could note. Not reached: Transformer Engine's graphs, which call none.
+    Why: ``CudaGraphManager`` calls the hooks of the modules that a graph holds and refuses all but
+        DDP's; a
+    replay has no forward that ours could note. Not reached: Transformer Engine's graphs, which call
+    none.
     """
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
@@ -410,10 +423,11 @@ def _is_eager_only(hook: Any) -> bool:
 
 
 def before_gradient_sync() -> None:
-    """Call a run's ``before_gradient_sync`` functions before a bucket's gradients are reduced in a backward
-    pass, of bucket groups that are marked with the run.
+    """Call a run's ``before_gradient_sync`` functions before a bucket's gradients are reduced in a
+    backward pass, of bucket groups that are marked with the run.
 
-    Why: a weight gradient that is added late to ``main_grad`` has to be there. Not reached: reductions after
+    Why: a weight gradient that is added late to ``main_grad`` has to be there. Not reached:
+        reductions after
     the backward pass; FSDP.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup

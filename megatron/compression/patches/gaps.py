@@ -1,20 +1,23 @@
 """What megatron-core's wheel lacks or expects from apex and Transformer Engine, filled by torch.
 
-Megatron expects the fused optimizers of Transformer Engine or apex, whose step count lives in the parameter
-group. torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core 0.19.2 trips over it on the
-way back from a checkpoint, by bugs of its own:
+Megatron expects the fused optimizers of Transformer Engine or apex, whose step count lives in the
+parameter group. torch's Adam keeps a ``step`` tensor for each parameter, and megatron-core 0.19.2
+trips over it on the way back from a checkpoint, by bugs of its own:
 
 MegatronOptimizer.sharded_state_dict(is_loading=True), of all optimizers
-    makes the state of an optimizer that has not stepped yet: without a step for Adam, which the first step
-    after the load misses (``KeyError``; an assertion in ``DistributedOptimizer``); and for SGD it calls None.
+    makes the state of an optimizer that has not stepped yet: without a step for Adam, which the
+    first step after the load misses (``KeyError``; an assertion in ``DistributedOptimizer``); and
+    for SGD it calls None.
 ChainedOptimizer.state_dict(is_loading=True)
     does not exist, though ``--ckpt-format torch_dcp`` calls it.
 load_checkpoint under ``--use-torch-fsdp2`` and ``--ckpt-format torch_dist``
     reads tensors into their places and calls no ``load_state_dict``: steps start anew.
 DistributedOptimizer.load_state_dict
-    hands every parameter the same step tensor: one iteration adds as many steps as there are parameters.
+    hands every parameter the same step tensor: one iteration adds as many steps as there are
+    parameters.
 DistributedOptimizer._set_main_param_and_optimizer_states
-    looks for ``step`` in checkpoints that keep it elsewhere, and copies into a leaf that requires a gradient.
+    looks for ``step`` in checkpoints that keep it elsewhere, and copies into a leaf that requires a
+    gradient.
 """
 
 import importlib
@@ -39,8 +42,9 @@ _GPT2 = "GPT2BPETokenizer"
 def use_shipped_helpers() -> None:
     """Make ``megatron.core.datasets.utils.compile_helpers`` a no-op where ``helpers_cpp`` imports.
 
-    Why, a bug of megatron-core 0.19.2: start-up runs ``make`` in the package's folder, but the wheel ships
-    ``helpers_cpp`` compiled and no Makefile, so training from the wheel dies there, on GPUs as well. Not
+    Why, a bug of megatron-core 0.19.2: start-up runs ``make`` in the package's folder, but the
+    wheel ships ``helpers_cpp`` compiled and no Makefile, so training from the wheel dies there, on
+    GPUs as well. Not
     reached: a source checkout without the compiled module, which keeps Megatron's own behaviour.
     """
     try:
@@ -61,9 +65,11 @@ def _nothing_to_compile() -> None:
 
 
 def predict_with_own_layers() -> None:
-    """Build layers of multi-token prediction of the last layer and the norm of the model's own layer spec.
+    """Build layers of multi-token prediction of the last layer and the norm of the model's own
+    layer spec.
 
-    Why: Megatron's builder takes megatron-core's, whose norms refuse sequence parallelism. Not reached: a
+    Why: Megatron's builder takes megatron-core's, whose norms refuse sequence parallelism. Not
+        reached: a
     stage without other layers; model providers of a user's own.
     """
     gpt = importlib.import_module("megatron.training.models.gpt")
@@ -85,10 +91,12 @@ def _with_layers_of_the_model(result: Any, arguments: dict) -> None:
 
 
 def fill_rope_slot(rotary: Callable) -> bool:
-    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is missing.
+    """Put ``rotary`` where megatron-core keeps Transformer Engine's fused kernel, if that is
+    missing.
 
-    Returns whether ``rotary`` is there. Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None without Transformer Engine, and then
-    ``--apply-rope-fusion`` is refused. Not reached: packed sequences, which have a slot of their own.
+    Returns whether ``rotary`` is there. Why: ``rope_utils.fused_apply_rotary_pos_emb`` is None
+    without Transformer Engine, and then ``--apply-rope-fusion`` is refused. Not reached: packed
+    sequences, which have a slot of their own.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -103,12 +111,13 @@ def fill_rope_slot(rotary: Callable) -> bool:
 
 
 def fill_weight_gradient_slot(add_product: Callable) -> None:
-    """Put ``add_product(x, grad_output, main_grad)``, which adds in place, where megatron-core calls apex's
-    fused weight gradients. Idempotent.
+    """Put ``add_product(x, grad_output, main_grad)``, which adds in place, where megatron-core
+    calls apex's fused weight gradients. Idempotent.
 
-    Why: without apex's ``fused_weight_gradient_mlp_cuda`` gradient accumulation fusion is refused. Linear
-    layers keep that module in a global; the deferred embedding's drain imports it at each call. Not reached:
-    Megatron FSDP, which takes Transformer Engine's.
+    Why: without apex's ``fused_weight_gradient_mlp_cuda`` gradient accumulation fusion is refused.
+        Linear
+    layers keep that module in a global; the deferred embedding's drain imports it at each call. Not
+    reached: Megatron FSDP, which takes Transformer Engine's.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -125,10 +134,10 @@ def fill_weight_gradient_slot(add_product: Callable) -> None:
 def keep_buffers_of_layer_graphs() -> None:
     """Let graphs of layers (``--cuda-graph-impl local``) own their inputs and outputs.
 
-    Why, a bug of megatron-core 0.19.2: with Transformer Engine installed it frees inputs that no autograd
-    function of Python has saved, before the backward is captured (``make_weakref``). torch's norms and
-    products save theirs in C++, so gradients would be wrong. Not reached: Transformer Engine's layers, which
-    save in Python.
+    Why, a bug of megatron-core 0.19.2: with Transformer Engine installed it frees inputs that no
+    autograd function of Python has saved, before the backward is captured (``make_weakref``).
+    torch's norms and products save theirs in C++, so gradients would be wrong. Not reached:
+    Transformer Engine's layers, which save in Python.
     """
     from megatron.core.transformer import cuda_graphs
 
@@ -143,9 +152,9 @@ def _strong_reference(tensor: Any, inplace: bool = True) -> Any:
 def build_gpt2_from_its_files() -> None:
     """Let ``--vocab-file`` and ``--merge-file`` alone make a ``GPT2BPETokenizer``.
 
-    Why, a bug of megatron-core 0.19.2: ``MegatronHFTokenizer`` reads the name ``gpt2`` from the hub even
-    where it is given both files, and a cluster's nodes reach no hub. Not reached: the tokenizer without
-    files, and BERT's.
+    Why, a bug of megatron-core 0.19.2: ``MegatronHFTokenizer`` reads the name ``gpt2`` from the hub
+    even where it is given both files, and a cluster's nodes reach no hub. Not reached: the
+    tokenizer without files, and BERT's.
     """
     from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer as library
 
@@ -174,9 +183,10 @@ def _made_of_files(init, self, tokenizer_path, vocab_file=None, merges_file=None
 def on_master_copy(take: Callable[[Any], bool]) -> None:
     """Call ``take(optimizer)`` where the distributed optimizer copies its masters over the weights.
 
-    Where it returns True, it has taken them and Megatron's own copy is left out. Why: a weight difference
-    needs the weights before the update, and that copy is where the owner's are overwritten. Not reached:
-    optimizers that write the weights themselves (precision-aware), FSDP, fp32 parameters.
+    Where it returns True, it has taken them and Megatron's own copy is left out. Why: a weight
+    difference needs the weights before the update, and that copy is where the owner's are
+    overwritten. Not reached: optimizers that write the weights themselves (precision-aware), FSDP,
+    fp32 parameters.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -198,9 +208,10 @@ def _copying_masters(copy_main_params: Callable, calls: list[Callable[[Any], boo
 def make_torch_optimizers_resumable() -> None:
     """Let Megatron's optimizers around torch's Adam, AdamW and SGD resume bit for bit; see above.
 
-    Why: megatron-core's wheel runs without Transformer Engine and apex, but resumes with their optimizers
-    alone. Not reached: optimizers of a user's own; with Transformer Engine or apex only the loading in place
-    and ``torch_dcp`` are mended.
+    Why: megatron-core's wheel runs without Transformer Engine and apex, but resumes with their
+        optimizers
+    alone. Not reached: optimizers of a user's own; with Transformer Engine or apex only the loading
+    in place and ``torch_dcp`` are mended.
     """
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizers = importlib.import_module("megatron.core.optimizer.optimizer")
@@ -246,7 +257,8 @@ def prime(optimizer: "torch.optim.Optimizer | None", config: Any = None) -> None
     """Give each parameter the state that torch's Adam or SGD has before its first step.
 
     A state that exists is kept, and so is one of another optimizer. The signature is that of an
-    ``init_state_fn`` of Megatron's, which passes its ``config``; None stands for a rank without parameters.
+    ``init_state_fn`` of Megatron's, which passes its ``config``; None stands for a rank without
+    parameters.
     """
     import torch
 
@@ -284,7 +296,8 @@ def _sgd_state(group: dict, parameter: "torch.Tensor") -> dict:
 
 
 def _prime_wrapper(wrapper: Any) -> None:
-    """Prime the torch optimizer in a Megatron optimizer, before it is asked where to load a state to."""
+    """Prime the torch optimizer in a Megatron optimizer, before it is asked where to load a state
+    to."""
     prime(wrapper.optimizer)
     if wrapper.init_state_fn is None:  # as for SGD; it is called without a look
         wrapper.init_state_fn = prime
@@ -299,7 +312,8 @@ def _primed_for_loading(
 
 
 _WRAPPER = "wrapper_that_is_loaded"
-"""In the state dict of an optimizer that is loaded: the Megatron optimizer itself. It is not saved."""
+"""In the state dict of an optimizer that is loaded: the Megatron optimizer itself. It is not
+saved."""
 
 
 def _loaded_in_place(original, self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
@@ -315,7 +329,8 @@ def _loaded_in_place(original, self, model_sharded_state_dict, is_loading=False,
 
 
 def _restore_in_place(result: Any, arguments: dict) -> None:
-    """Restore what is no sharded tensor of the optimizers that asked for it, from what has been loaded."""
+    """Restore what is no sharded tensor of the optimizers that asked for it, from what has been
+    loaded."""
     loaded = result[0] if isinstance(result, tuple) else result  # with missing and unexpected keys
     saved = loaded.get("optimizer")
     if not isinstance(saved, dict):
@@ -379,8 +394,10 @@ def _with_step_of_group(original, self, model_param, tensors):
 def fuse_torch_adam() -> None:
     """Have every Megatron optimizer ``fuse`` the one it is given.
 
-    Why: without Transformer Engine and apex, Megatron constructs ``torch.optim.AdamW`` with torch's defaults,
-    whose step reads and writes every tensor of the optimizer about twenty times. Fused, it is seven.
+    Why: without Transformer Engine and apex, Megatron constructs ``torch.optim.AdamW`` with torch's
+        defaults,
+    whose step reads and writes every tensor of the optimizer about twenty times. Fused, it is
+    seven.
     """
     base = importlib.import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
 
@@ -392,8 +409,8 @@ def fuse_torch_adam() -> None:
 
 
 def fuse(optimizer: "torch.optim.Optimizer | None") -> bool:
-    """Let torch's own Adam or AdamW step with its fused kernel, from before the first step, if all its
-    parameters are on CUDA devices; whether it does."""
+    """Let torch's own Adam or AdamW step with its fused kernel, from before the first step, if all
+    its parameters are on CUDA devices; whether it does."""
     import torch
 
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
@@ -408,6 +425,7 @@ def fuse(optimizer: "torch.optim.Optimizer | None") -> bool:
 
 
 def _keep_fused(optimizer: "torch.optim.Optimizer", state_dict: dict) -> dict:
-    """A checkpoint of an unfused run does not undo it; torch places the steps by what the groups say."""
+    """A checkpoint of an unfused run does not undo it; torch places the steps by what the groups
+    say."""
     groups = [{**group, "fused": True, "foreach": None} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}

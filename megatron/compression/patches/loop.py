@@ -1,9 +1,9 @@
 """Megatron's command line, training loop and checkpoints: where a session is told of what happens.
 
-The functions here take no session: a replaced function finds the one that it serves (``_session_of``): by the
-model that it was given, or by the run at work (running.py), which ``pretrain``, ``train``, ``train_step``,
-``evaluate`` and ``load_checkpoint`` set. What a session is told are methods of
-``frontends.megatron_lm.MegatronSession``, which ``run.session`` is.
+The functions here take no session: a replaced function finds the one that it serves
+(``_session_of``): by the model that it was given, or by the run at work (running.py), which
+``pretrain``, ``train``, ``train_step``, ``evaluate`` and ``load_checkpoint`` set. What a session is
+told are methods of ``frontends.megatron_lm.MegatronSession``, which ``run.session`` is.
 """
 
 import copy
@@ -16,9 +16,11 @@ from megatron.compression.patches.symbols import extend, follow, replace
 
 
 def after_validating_arguments(after: Callable[[Namespace], None]) -> None:
-    """Call ``after(args)`` after ``validate_args``, in the order of the requests, each function once.
+    """Call ``after(args)`` after ``validate_args``, in the order of the requests, each function
+    once.
 
-    Why: it is the one place that every entrypoint's arguments come through, before the tokenizer and the
+    Why: it is the one place that every entrypoint's arguments come through, before the tokenizer
+        and the
     configs are made from them. Not reached: ``--yaml-cfg``, which has a function of its own.
     """
     from megatron.training import arguments
@@ -39,7 +41,8 @@ def _validating(validate_args: Callable, calls: list[Callable[[Namespace], None]
 def with_extra_arguments(add: Callable[[ArgumentParser], ArgumentParser]) -> None:
     """Have every ``parse_args`` call ``add(parser)`` too, after the entrypoint's own provider.
 
-    ``add`` returns the parser. Why: an entrypoint that knows nothing of this project takes its flags as well.
+    ``add`` returns the parser. Why: an entrypoint that knows nothing of this project takes its
+    flags as well.
     """
     from megatron.training import arguments
 
@@ -64,7 +67,8 @@ def _parsing(parse_args: Callable, calls: list[Callable]) -> Callable:
 def before_pretrain(before: Callable[[Any], None]) -> None:
     """Call ``before(cfg_container)`` at the start of ``pretrain``.
 
-    Why: an entrypoint of the user's own hands its model's configuration to this call and to nothing else.
+    Why: an entrypoint of the user's own hands its model's configuration to this call and to nothing
+        else.
     Not reached: code that imported ``pretrain`` by name before the patch.
     """
     _replace_pretrain(before)
@@ -104,20 +108,24 @@ def _pretraining(pretrain: Callable, calls: list[Callable[[Any], None]]) -> Call
 def tell_sessions() -> None:
     """Have Megatron's training loop tell the session of the model that it trains what happens.
 
-    ``pretrain``, ``train``, ``train_step``, ``evaluate``, ``load_checkpoint`` put the model's run to work.
-    Why: what the loop calls in between gets no model. ``train`` tells that everything is built and loaded.
-    Not reached: callers that imported these functions by name (megatron.training's own are reached).
+    ``pretrain``, ``train``, ``train_step``, ``evaluate``, ``load_checkpoint`` put the model's run
+    to work.
+    Why: what the loop calls in between gets no model. ``train`` tells that everything is built and
+        loaded.
+    Not reached: callers that imported these functions by name (megatron.training's own are
+    reached).
 
-    ``get_model`` hands over the chunks that a model provider makes. Why: an entrypoint with a provider has
-    no model config whose hooks could be used. Not reached: models built from a config.
+    ``get_model`` hands over the chunks that a model provider makes. Why: an entrypoint with a
+    provider has no model config whose hooks could be used. Not reached: models built from a config.
 
-    ``training_log`` tells of an iteration that has ended. Why: our log line and scalars belong right after
-    Megatron's. Not reached: losses of iterations that were skipped.
+    ``training_log`` tells of an iteration that has ended. Why: our log line and scalars belong
+    right after Megatron's. Not reached: losses of iterations that were skipped.
 
     ``evaluate_and_print_results`` alone knows the split, ``evaluate`` alone returns the losses.
 
-    ``one_logger_utils.finish`` tells that training has ended. Why: an early exit (``--exit-interval``) leaves
-    by ``sys.exit``, after Megatron's own last call. Not reached: errors.
+    ``one_logger_utils.finish`` tells that training has ended. Why: an early exit
+    (``--exit-interval``) leaves by ``sys.exit``, after Megatron's own last call. Not reached:
+    errors.
     """
     from megatron.training import checkpointing, one_logger_utils, training
 
@@ -140,16 +148,18 @@ def tell_sessions() -> None:
 def tell_of_checkpoints() -> None:
     """Have Megatron tell the session at work of checkpoints that are saved and read.
 
-    ``generate_state_dict`` puts a checkpoint together, to be saved or loaded. Why: checkpoints have no place
-    for the state of a run's own parts. Without "optimizer" in the state (``--no-save-optim``,
-    ``--no-load-optim``, ``--finetune``) the checkpoint holds weights alone: the session has to look.
+    ``generate_state_dict`` puts a checkpoint together, to be saved or loaded. Why: checkpoints have
+    no place for the state of a run's own parts. Without "optimizer" in the state
+    (``--no-save-optim``, ``--no-load-optim``, ``--finetune``) the checkpoint holds weights alone:
+    the session has to look.
 
-    ``check_checkpoint_args`` gets a checkpoint's arguments, once a resume. Why: Megatron saves its arguments
-    with a checkpoint and hands them to nobody on the way back. Not reached: ``--finetune`` and
-    ``--pretrained-checkpoint``, which begin anew.
+    ``check_checkpoint_args`` gets a checkpoint's arguments, once a resume. Why: Megatron saves its
+    arguments with a checkpoint and hands them to nobody on the way back. Not reached:
+    ``--finetune`` and ``--pretrained-checkpoint``, which begin anew.
 
-    ``_load_base_checkpoint`` has read a checkpoint: the arguments alone, then everything. Why: every load
-    comes through it, ``--finetune`` too, before anything is checked. Not reached: what reads files by itself.
+    ``_load_base_checkpoint`` has read a checkpoint: the arguments alone, then everything. Why:
+    every load comes through it, ``--finetune`` too, before anything is checked. Not reached: what
+    reads files by itself.
     """
     from megatron.training import checkpointing
 
@@ -160,8 +170,8 @@ def tell_of_checkpoints() -> None:
 
 
 def _session_of(model: Any = None) -> Any:
-    """Return the session of a model's run; without a model that of the run at work, or where none is, the one
-    opened last. None: no session of Megatron's loop."""
+    """Return the session of a model's run; without a model that of the run at work, or where none
+    is, the one opened last. None: no session of Megatron's loop."""
     if model is not None:
         run = running.run_of_model(model)
         return None if run is None else run.session
@@ -284,11 +294,12 @@ def _after_load_base_checkpoint(result: Any, arguments: dict) -> None:
 def repeat_passes() -> None:
     """Let the ``repetition`` of the session at work have a training step's first pass repeated.
 
-    Its ``begin()`` is called before the pass and ``end()`` after it; where that is true, the same on every
-    rank, the pass is repeated, with the same micro-batches and random state, and ``end()`` called once more.
-    What Megatron has made of the first pass is forgotten.
+    Its ``begin()`` is called before the pass and ``end()`` after it; where that is true, the same
+    on every rank, the pass is repeated, with the same micro-batches and random state, and ``end()``
+    called once more. What Megatron has made of the first pass is forgotten.
 
-    Why: what a pass has sent may have to be sent in another way. Not reached: ``--rerun-mode`` other than
+    Why: what a pass has sent may have to be sent in another way. Not reached: ``--rerun-mode``
+        other than
     validate_results, where nothing is kept; evaluation; loops without megatron.training.
     """
     from megatron.core.rerun_state_machine import RerunStateMachine
@@ -352,9 +363,10 @@ def around_whole_iterations() -> None:
     """Have the ``whole_iterations`` of a model's session stand for each pass of ``--cuda-graph-impl
     full_iteration``, which runs, captures or replays.
 
-    Why: megatron-core's wrapper captures once, and what is sent is decided in the capture. The loop makes a
-    wrapper for training and one for each evaluation; their graphs belong to the class, so one session of a
-    process at most has any. Not reached: graphs of layers.
+    Why: megatron-core's wrapper captures once, and what is sent is decided in the capture. The loop
+        makes a
+    wrapper for training and one for each evaluation; their graphs belong to the class, so one
+    session of a process at most has any. Not reached: graphs of layers.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 

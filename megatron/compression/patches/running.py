@@ -1,17 +1,17 @@
 """Which run a replaced function serves.
 
-A replaced function is the process's, and several runs may be open: an actor and a critic, a teacher and a
-student. It finds the run that it serves by what it was given, or by what is at work:
+A replaced function is the process's, and several runs may be open: an actor and a critic, a teacher
+and a student. It finds the run that it serves by what it was given, or by what is at work:
 
 marks       An object that belongs to a run is marked with it when the run attaches: a model's chunk, the
             configuration of a model, a bucket group. ``run_of`` and ``run_of_model`` look it up.
 at work     Where nothing in a function's arguments tells, the innermost ``at_work`` does, which surrounds
-            whatever knows its model: a schedule, a training step, an evaluation. An object without a run
-            puts None there: what it sends is nobody's.
+            whatever knows its model: a schedule, a training step, an evaluation. An object without
+            a run puts None there: what it sends is nobody's.
 
-A run is open from ``open_run`` to ``close_run``, or until it is garbage. When the last one closes, replaced
-symbols are the originals again (``symbols.take_out``). A run may be any object here; it is a
-``communication.site.Run``.
+A run is open from ``open_run`` to ``close_run``, or until it is garbage. When the last one closes,
+replaced symbols are the originals again (``symbols.take_out``). A run may be any object here; it is
+a ``communication.site.Run``.
 """
 
 import weakref
@@ -35,13 +35,13 @@ def open_run(run: Any) -> None:
     if key not in _open:
         _open[key] = weakref.ref(run)
         # A run that nobody closes ends with its model, which alone keeps it: identities are used
-        # again after that.
-        # At the end of the interpreter there is nothing to restore.
+        # again after that. At the end of the interpreter there is nothing to restore.
         weakref.finalize(run, _closed, key).atexit = False
 
 
 def close_run(run: Any) -> None:
-    """End a run: nothing is marked with it any more. The last one leaves the symbols as they were."""
+    """End a run: nothing is marked with it any more. The last one leaves the symbols as they
+    were."""
     # A model may outlive its run: from here on it has none.
     for key in [key for key, marked in _marks.items() if marked is run]:
         del _marks[key]
@@ -86,7 +86,8 @@ def run_of(thing: Any) -> Any:
 
 
 def run_of_model(model: Any) -> Any:
-    """Return the run of a model chunk, or of the first of several: the chunk's, or what it wraps; or None."""
+    """Return the run of a model chunk, or of the first of several: the chunk's, or what it wraps;
+    or None."""
     # All chunks of a stage belong to one run.
     chunk = model[0] if isinstance(model, list | tuple) else model
     while chunk is not None:
@@ -119,5 +120,6 @@ def end() -> None:
 
 
 def current(otherwise: Any = None) -> Any:
-    """Return the run at work, the innermost, which may be None; ``otherwise`` where nothing is at work."""
+    """Return the run at work, the innermost, which may be None; ``otherwise`` where nothing is at
+    work."""
     return _at_work[-1] if _at_work else otherwise

@@ -1,12 +1,13 @@
-"""Replaces symbols of other packages, checked and logged, and takes the replacements out. Nothing else does.
+"""Replaces symbols of other packages, checked and logged, and takes the replacements out. Nothing
+else does.
 
 Every replacement is registered. Two kinds:
 
 lasting     repairs and stand-ins that a living model or the machine needs: they stay for the process
 others      serve runs: ``take_out`` restores the originals when the last run has been closed
 
-A replacement serves whichever run is at work (see running.py), so one is enough for all runs of a process,
-and one that serves no run does what the original does.
+A replacement serves whichever run is at work (see running.py), so one is enough for all runs of a
+process, and one that serves no run does what the original does.
 """
 
 import contextlib
@@ -55,7 +56,8 @@ def replace(
     *,
     lasting: bool = False,
 ) -> None:
-    """Replace the function ``owner.name`` by ``wrap(original)``, once, however often the same patch asks.
+    """Replace the function ``owner.name`` by ``wrap(original)``, once, however often the same patch
+    asks.
 
     Args:
         owner: a module or a class.
@@ -65,7 +67,8 @@ def replace(
         lasting: the replacement is a repair, which ``take_out`` leaves in place.
 
     Raises:
-        PatchError: there is no such function, it lacks a parameter, or another patch has replaced it.
+        PatchError: there is no such function, it lacks a parameter, or another patch has replaced
+            it.
     """
     _register(owner, name, parameters, wrap, lambda original, calls: wrap(original), lasting)
 
@@ -77,17 +80,20 @@ def extend(
     wrap: Callable[[Callable, list[Callable]], Callable],
     call: Callable,
 ) -> None:
-    """Replace ``owner.name`` by ``wrap(original, calls)``; each request adds its ``call`` to ``calls``, once.
+    """Replace ``owner.name`` by ``wrap(original, calls)``; each request adds its ``call`` to
+    ``calls``, once.
 
     Args:
         owner: a module or a class.
         name: the function's name there.
         parameters: parameters that the function must have.
-        wrap: gets the list, which may grow later. The list is forgotten when the replacement is taken out.
+        wrap: gets the list, which may grow later. The list is forgotten when the replacement is
+            taken out.
         call: a function that the replacement is to call.
 
     Raises:
-        PatchError: there is no such function, it lacks a parameter, or another patch has replaced it.
+        PatchError: there is no such function, it lacks a parameter, or another patch has replaced
+            it.
     """
     calls = _register(owner, name, parameters, wrap, wrap, lasting=False)
     if call not in calls:
@@ -177,8 +183,8 @@ def follow(
 def take_out() -> None:
     """Restore the original of every symbol whose replacement is not ``lasting``.
 
-    Where somebody else has put a wrapper over ours, both are left alone: ours then does what the original
-    does, since it finds no run, and a later request of its patch finds it in place.
+    Where somebody else has put a wrapper over ours, both are left alone: ours then does what the
+    original does, since it finds no run, and a later request of its patch finds it in place.
     """
     for (owner, name), replacement in list(_replacements.items()):
         if not replacement.lasting:
@@ -207,7 +213,8 @@ def _register(
     make: Callable[[Callable, list[Callable]], Callable],
     lasting: bool,
 ) -> list[Callable]:
-    """Replace ``owner.name`` by ``make(original, calls)``, unless ``patch`` has done it; return its calls."""
+    """Replace ``owner.name`` by ``make(original, calls)``, unless ``patch`` has done it; return its
+    calls."""
     path = _path(owner, name)
     original = getattr(owner, name, None)
     if not callable(original):
@@ -247,12 +254,14 @@ def _register(
 
 
 def _held(owner: Any, name: str) -> Any:
-    """What a module or class holds under a name, without binding it; of a base class if it holds none."""
+    """What a module or class holds under a name, without binding it; of a base class if it holds
+    none."""
     return inspect.getattr_static(owner, name)
 
 
 def _reaches(function: Any, ours: Any) -> bool:
-    """Return whether ``function`` is ``ours``, or a wrapper over it: by ``__wrapped__`` or in its closure."""
+    """Return whether ``function`` is ``ours``, or a wrapper over it: by ``__wrapped__`` or in its
+    closure."""
     # Whoever wraps a function keeps it: in __wrapped__ (functools.wraps), or in a cell of the
     # closure.
     pending = [function]
@@ -272,7 +281,8 @@ def _reaches(function: Any, ours: Any) -> bool:
 
 
 def put(owner: Any, name: str, value: Any, reason: str) -> None:
-    """Set ``owner.name`` to a value that does not need the one before. It is not registered, and stays.
+    """Set ``owner.name`` to a value that does not need the one before. It is not registered, and
+    stays.
 
     Args:
         owner: a module, a class or an object.
@@ -291,7 +301,8 @@ def put(owner: Any, name: str, value: Any, reason: str) -> None:
 
 
 def change_class(instance: Any, cls: type) -> None:
-    """Make ``instance`` one of ``cls``: a subclass of its class that adds methods alone, or the way back.
+    """Make ``instance`` one of ``cls``: a subclass of its class that adds methods alone, or the way
+    back.
 
     Why: classes that megatron-core names itself, outside its layer specs, cannot be chosen before.
     """
@@ -303,7 +314,8 @@ def change_class(instance: Any, cls: type) -> None:
 def hide(package: str, reason: str) -> None:
     """Have ``import package`` fail, and ``find_spec`` find nothing, as if it were not installed.
 
-    Why: what tries an optional package passes over an ImportError and nothing else. Not reached: who holds
+    Why: what tries an optional package passes over an ImportError and nothing else. Not reached:
+        who holds
     the package, or a name of it, already.
     """
     for name in [name for name in sys.modules if name.split(".")[0] == package]:

@@ -1,8 +1,8 @@
 """What pipeline stages send each other, encoded on the way.
 
-Every schedule of megatron-core sends through ``P2PCommunicator._communicate``, which a patch replaces by
-``PipelineExchange``: megatron-core's own functions send payloads in place of the tensors, in the same order;
-what arrives is decoded at once or when the schedule waits for it.
+Every schedule of megatron-core sends through ``P2PCommunicator._communicate``, which a patch
+replaces by ``PipelineExchange``: megatron-core's own functions send payloads in place of the
+tensors, in the same order; what arrives is decoded at once or when the schedule waits for it.
 """
 
 from collections import deque
@@ -30,7 +30,8 @@ _ORDER = ("send_prev", "recv_prev", "send_next", "recv_next")
 
 
 class Arrival:
-    """A tensor that is being received: the schedule holds ``tensor``, the transport fills ``buffer``.
+    """A tensor that is being received: the schedule holds ``tensor``, the transport fills
+    ``buffer``.
 
     Args:
         codec: encodes the message; None: it comes as it is.
@@ -62,8 +63,9 @@ class Arrival:
 
 
 class SendsInFlight:
-    """A bounded queue of sends, each with the payload that the transport may still read, for which the
-    computation need not wait. The oldest of more than ``limit`` is waited for, which bounds the memory."""
+    """A bounded queue of sends, each with the payload that the transport may still read, for which
+    the computation need not wait. The oldest of more than ``limit`` is waited for, which bounds the
+    memory."""
 
     def __init__(self, limit: int = 4) -> None:
         self.limit = limit
@@ -73,7 +75,8 @@ class SendsInFlight:
         return len(self._sends)
 
     def add(self, send: Work) -> None:
-        """Add a send that has just been started, which holds its payload until it has been waited for."""
+        """Add a send that has just been started, which holds its payload until it has been waited
+        for."""
         self._sends.append(send)
         while len(self._sends) > self.limit:
             self._sends.popleft().wait()
@@ -96,7 +99,8 @@ class PipelineExchange:
         self.in_flight = SendsInFlight()
 
     def finish(self) -> None:
-        """Wait for what a forward-backward pass has sent; called when the schedule's pass has ended."""
+        """Wait for what a forward-backward pass has sent; called when the schedule's pass has
+        ended."""
         self.in_flight.flush()
 
     def __call__(
@@ -198,7 +202,8 @@ class PipelineExchange:
         tensors: dict[str, torch.Tensor | None],
         arrivals: dict[str, Arrival],
     ) -> dict[str, Work]:
-        """Encode what is sent, and start everything; return by message what the schedule waits for."""
+        """Encode what is sent, and start everything; return by message what the schedule waits
+        for."""
         payloads: dict[str, torch.Tensor] = {}
         encoded: set[str] = set()
         for name in SENT:
@@ -213,7 +218,8 @@ class PipelineExchange:
     def _payload(
         self, communicator: p2p_communication.P2PCommunicator, traffic: str, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Count a message, and return what goes to the transport: uint8 ``[1, bytes]``, or the tensor itself."""
+        """Count a message, and return what goes to the transport: uint8 ``[1, bytes]``, or the
+        tensor itself."""
         codec, reason = self._decide(traffic, tensor.shape, tensor.dtype)
         if codec is None:
             self._count_uncompressed(traffic, reason, tensor)
@@ -245,7 +251,8 @@ class PipelineExchange:
         """Start everything by megatron-core's own functions, in its order.
 
         Returns:
-            By message what the schedule waits for: nothing for a payload's send, which ``in_flight`` keeps.
+            By message what the schedule waits for: nothing for a payload's send, which
+            ``in_flight`` keeps.
         """
         batched = communicator.config.batch_p2p_comm
         start = p2p_communication._batched_p2p_ops if batched else p2p_communication._p2p_ops
@@ -277,7 +284,8 @@ class PipelineExchange:
 def _used_here(*tensors: torch.Tensor) -> None:
     """Keep memory from other use until the current stream has passed this point.
 
-    Under ``--overlap-moe-expert-parallel-comm`` it may have been allocated, and be freed, on another stream.
+    Under ``--overlap-moe-expert-parallel-comm`` it may have been allocated, and be freed, on
+    another stream.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -316,8 +324,8 @@ def _by_message(requests: list, messages: Collection[str]) -> dict[tuple[str, ..
 def refuse_ambiguous_batch(communicator: p2p_communication.P2PCommunicator) -> None:
     """Refuse virtual stages on two ranks with batched messages.
 
-    A rank's next and previous stage are one peer there, which receives in its own order, so that activations
-    and gradients would change places.
+    A rank's next and previous stage are one peer there, which receives in its own order, so that
+    activations and gradients would change places.
 
     Raises:
         CompressionConfigError: they are in use.

@@ -12,8 +12,8 @@ from megatron.compression.pipeline_parallel.exchange import PipelineExchange
 
 
 class PipelineParallel(Dimension):
-    """Has every schedule of the run's model send through a ``PipelineExchange``, which only counts where
-    nothing is compressed. The sum of tied embeddings' gradients counts under pp.other."""
+    """Has every schedule of the run's model send through a ``PipelineExchange``, which only counts
+    where nothing is compressed. The sum of tied embeddings' gradients counts under pp.other."""
 
     def __init__(self, config: PipelineParallelConfig, run: Run, *more: Any) -> None:
         super().__init__(config, run, *more)

@@ -1,1 +1,2 @@
-"""Transformer Engine's tensor-parallel layers: their collectives go through our sites, all else is theirs."""
+"""Transformer Engine's tensor-parallel layers: their collectives go through our sites, all else is
+theirs."""

@@ -1,23 +1,27 @@
-"""Puts our sites into Transformer Engine's layers: each says when it runs, and its collectives are ours.
+"""Puts our sites into Transformer Engine's layers: each says when it runs, and its collectives are
+ours.
 
-TE's linear layers call ``allreduce``, ``reduce_scatter_along_first_dim`` and ``gather_along_first_dim`` of
-their own module. Each returns ``(tensor, handle)``, where the handle, None unless ``async_op``, is waited for
-once. The functions get a process group and no layer, so hooks note before a layer's forward and backward that
-it runs. The notes are the process's, of whichever run a layer is: several runs may share process groups.
+TE's linear layers call ``allreduce``, ``reduce_scatter_along_first_dim`` and
+``gather_along_first_dim`` of their own module. Each returns ``(tensor, handle)``, where the handle,
+None unless ``async_op``, is waited for once. The functions get a process group and no layer, so
+hooks note before a layer's forward and backward that it runs. The notes are the process's, of
+whichever run a layer is: several runs may share process groups.
 
-TE computes a layer's weight gradient right where its backward comes to it: that of a column-parallel layer
-overlaps with the all-reduce or reduce-scatter of its input gradient, none with a row-parallel layer's
-all-gather. TE can also defer a weight gradient (its ``wgrad_store``). Here that is done for one exchange: a
-deferred weight gradient overlaps with the next exchange of the backward pass.
+TE computes a layer's weight gradient right where its backward comes to it: that of a
+column-parallel layer overlaps with the all-reduce or reduce-scatter of its input gradient, none
+with a row-parallel layer's all-gather. TE can also defer a weight gradient (its ``wgrad_store``).
+Here that is done for one exchange: a deferred weight gradient overlaps with the next exchange of
+the backward pass.
 
     row-parallel     gather the output gradient  [weight gradient of the layer above]
                      input gradient; the weight gradient is deferred
     column-parallel  input gradient, sum it      [the row-parallel layer's weight gradient]
-                     its own: overlaps with the sum's second exchange, or deferred with sequence parallelism
+                     its own: overlaps with the sum's second exchange, or deferred with sequence
+                     parallelism
 
-The gradient is added to ``main_grad``, in which autograd has no part, so it may come late: whatever waits is
-computed before a bucket is reduced and at the end of the backward pass. Cost in memory: the inputs of one
-weight gradient live that much longer.
+The gradient is added to ``main_grad``, in which autograd has no part, so it may come late: whatever
+waits is computed before a bucket is reduced and at the end of the backward pass. Cost in memory:
+the inputs of one weight gradient live that much longer.
 """
 
 import sys
@@ -41,8 +45,8 @@ _OUTSIDE = -1
 """What torch calls the graph task where no backward pass is under way."""
 
 Result = tuple[torch.Tensor, Any]
-"""A tensor, and the handle whose ``wait`` fills it: torch.distributed's, Transformer Engine's or ours; None:
-filled already."""
+"""A tensor, and the handle whose ``wait`` fills it: torch.distributed's, Transformer Engine's or
+ours; None: filled already."""
 
 
 def _graph_task() -> int:
@@ -77,8 +81,8 @@ class WeightGradients(deque[Callable[[], object]]):
 
 
 class DeferredStore:
-    """A layer's ``wgrad_store`` (TE's contract: ``delay_wgrad_compute``, ``put``) that defers to the queue,
-    where its gradient ``may_come_late``."""
+    """A layer's ``wgrad_store`` (TE's contract: ``delay_wgrad_compute``, ``put``) that defers to
+    the queue, where its gradient ``may_come_late``."""
 
     def __init__(self, queue: WeightGradients, may_come_late: Callable[[], bool]) -> None:
         self._queue = queue
@@ -100,10 +104,12 @@ class ActiveSite(NamedTuple):
 
 
 _active: dict[int, list[ActiveSite]] = {}
-"""The layers that run, the innermost last, by the backward pass in which they run (``_OUTSIDE``: in none).
+"""The layers that run, the innermost last, by the backward pass in which they run (``_OUTSIDE``: in
+none).
 
-A forward may run inside a backward (recomputation). By pass, because one that raises leaves its layers behind:
-torch calls no hook after a node that failed. Passes have numbers of their own, so nobody looks there again.
+A forward may run inside a backward (recomputation). By pass, because one that raises leaves its
+layers behind: torch calls no hook after a node that failed. Passes have numbers of their own, so
+nobody looks there again.
 """
 
 _last_run: "weakref.ref[Run] | None" = None
@@ -132,9 +138,9 @@ def _active_site(group: Any) -> ActiveSite | None:
 
 
 class TransformerEngineLayers:
-    """The layers of one run: while one runs, TE's collectives of its group go through its site. Where the run
-    compresses gradients and TE adds weights' to ``main_grad``, those are deferred to overlap with an
-    exchange."""
+    """The layers of one run: while one runs, TE's collectives of its group go through its site.
+    Where the run compresses gradients and TE adds weights' to ``main_grad``, those are deferred to
+    overlap with an exchange."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -174,7 +180,8 @@ class TransformerEngineLayers:
 
     @staticmethod
     def _can_defer(module: torch.nn.Module, exchange_follows: bool) -> bool:
-        """Return whether a layer's weight gradient may be computed during the next layer's exchange."""
+        """Return whether a layer's weight gradient may be computed during the next layer's
+        exchange."""
         # TE returns the gradient of a bias that its GEMM adds with the weight's: that one cannot
         # come late.
         has_bias = getattr(module, "use_bias", False) and getattr(module, "apply_bias", True)
@@ -188,7 +195,8 @@ class TransformerEngineLayers:
         return exchange_follows and getattr(module, "fuse_wgrad_accumulation", False)
 
     def _may_come_late(self, module: torch.nn.Module) -> bool:
-        """Return whether there is compression to schedule for, and autograd has no part in the gradient."""
+        """Return whether there is compression to schedule for, and autograd has no part in the
+        gradient."""
         if not self.run.policy.rule("tp.backward").codecs:
             return False
         return all(hasattr(getattr(module, name), "main_grad") for name in module.weight_names)
@@ -207,7 +215,8 @@ class TransformerEngineLayers:
     def _end(
         self, module: torch.nn.Module, args: tuple, output: torch.Tensor | tuple | None
     ) -> None:
-        """Note that a layer's forward has ended, also by an exception, and have its backward noted."""
+        """Note that a layer's forward has ended, also by an exception, and have its backward
+        noted."""
         global _last_run
         _leave()
         _last_run = weakref.ref(self.run)
@@ -246,7 +255,8 @@ def all_reduce(original: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def reduce_scatter(original: Callable[..., Result]) -> Callable[..., Result]:
-    """Return what stands for ``reduce_scatter_along_first_dim(inp, tp_group, async_op, output)``."""
+    """Return what stands for ``reduce_scatter_along_first_dim(inp, tp_group, async_op,
+    output)``."""
 
     def reduce_scatter_along_first_dim(inp, tp_group, async_op=False, output=None, **others):
         """Sum over the ranks under sequence parallelism: each keeps its tokens of the sum.
@@ -273,7 +283,8 @@ def reduce_scatter(original: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def gather(original: Callable[..., Result]) -> Callable[..., Result]:
-    """Return what stands for ``gather_along_first_dim(inp, process_group, async_op, quantizer, ...)``.
+    """Return what stands for ``gather_along_first_dim(inp, process_group, async_op, quantizer,
+    ...)``.
 
     What TE gathers in its own fp8 passes as it is, and is counted.
     """
@@ -316,7 +327,8 @@ def gather(original: Callable[..., Result]) -> Callable[..., Result]:
 def _compressed(
     active: ActiveSite, operation: str, tensor: torch.Tensor, nbytes: int
 ) -> Message | None:
-    """Return the message that is about to be sent, counted; None: the caller sends it uncompressed."""
+    """Return the message that is about to be sent, counted; None: the caller sends it
+    uncompressed."""
     if not tensor.is_floating_point():
         active.site.count(active.traffic, "exact", operation, nbytes)
         return None
@@ -367,8 +379,8 @@ def _result(
 
 
 def _count_magnitudes(nbytes: int, ranks: int) -> None:
-    """Count a reduction of magnitudes, which TE does inside a layer's backward or after a forward: of the
-    outermost layer's run, of the run at work, or of the run whose layer ran last."""
+    """Count a reduction of magnitudes, which TE does inside a layer's backward or after a forward:
+    of the outermost layer's run, of the run at work, or of the run whose layer ran last."""
     layers = _active.get(_graph_task())
     if layers:
         # The outermost layer is of the model whose pass this is.
@@ -380,7 +392,8 @@ def _count_magnitudes(nbytes: int, ranks: int) -> None:
 
 
 def communicating(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield (path, module) of a chunk's layers of Transformer Engine whose ranks share a product."""
+    """Yield (path, module) of a chunk's layers of Transformer Engine whose ranks share a
+    product."""
     engine = sys.modules.get("transformer_engine.pytorch")
     if engine is None:  # no layer of it can have been built
         return
@@ -392,7 +405,8 @@ def communicating(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 
 
 def why_not_covered(module: torch.nn.Module) -> str | None:
-    """Return why a layer's traffic could not be compressed, for an error's message; None: it can."""
+    """Return why a layer's traffic could not be compressed, for an error's message; None: it
+    can."""
     engine = sys.modules["transformer_engine.pytorch"]
     if not isinstance(module, engine.Linear | engine.LayerNormLinear):
         return f"{type(module).__name__} of Transformer Engine is none of Megatron's layers"
@@ -417,7 +431,8 @@ def _layer_node(node: torch.autograd.graph.Node | None) -> torch.autograd.graph.
 
 
 def gathered_bytes(gathered: Any) -> int:
-    """Return the bytes of a gathered fp8 tensor: its data, and the scales of formats that have them by block."""
+    """Return the bytes of a gathered fp8 tensor: its data, and the scales of formats that have them
+    by block."""
     if getattr(gathered, "_data", None) is not None:
         return gathered._data.nbytes
     names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")

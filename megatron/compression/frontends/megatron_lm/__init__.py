@@ -1,5 +1,5 @@
-"""Megatron-LM's training loop: the flags, ``enable``, what is checked and chosen before the first iteration, and
-our entrypoints' datasets and forward step.
+"""Megatron-LM's training loop: the flags, ``enable``, what is checked and chosen before the first
+iteration, and our entrypoints' datasets and forward step.
 
 enable.py           add_arguments and enable, the two lines of an entrypoint
 loop.py             the loop as the host of a session
@@ -19,11 +19,12 @@ from megatron.compression.versions import MEGATRON_CORE_SERIES
 
 
 def prepare() -> None:
-    """Prepare the process for Megatron; an entrypoint calls it before megatron.training is imported.
+    """Prepare the process for Megatron; an entrypoint calls it before megatron.training is
+    imported.
 
-    It checks the version of megatron-core, hides a Transformer Engine that cannot run, puts the CPU stand-ins
-    in place where there is no CUDA, and makes the repairs that every run needs. What is wrong ends the process
-    with one line.
+    It checks the version of megatron-core, hides a Transformer Engine that cannot run, puts the CPU
+    stand-ins in place where there is no CUDA, and makes the repairs that every run needs. What is
+    wrong ends the process with one line.
     """
     with one_line_errors():
         check_megatron_core(find_megatron_core())
@@ -41,7 +42,8 @@ def prepare() -> None:
 
 
 def find_megatron_core() -> tuple[str, Path] | None:
-    """Return the version and the folder of the megatron-core that an import would find; None: there is none.
+    """Return the version and the folder of the megatron-core that an import would find; None: there
+    is none.
 
     Nothing is imported: another version may fail to import.
     """

@@ -31,11 +31,13 @@ from megatron.compression.torch_native.spec import apply_native_defaults, block_
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags to Megatron's parser (an ``extra_args_provider``), which may not have them already.
+    """Add our flags to Megatron's parser (an ``extra_args_provider``), which may not have them
+    already.
 
-    ``--transformer-impl`` is Transformer Engine where it works and the script says nothing. Validated
-    arguments are adapted to what the machine lacks (CUDA, apex, Transformer Engine), each change said in a
-    line. From here on an ``InputError`` that the script does not catch ends the process with a line.
+    ``--transformer-impl`` is Transformer Engine where it works and the script says nothing.
+    Validated arguments are adapted to what the machine lacks (CUDA, apex, Transformer Engine), each
+    change said in a line. From here on an ``InputError`` that the script does not catch ends the
+    process with a line.
     """
     if "--taco" in parser._option_string_actions:
         raise InputError("the script has compression's flags itself; drop -m megatron.compression")
@@ -72,22 +74,24 @@ def adapt_arguments(args: Namespace) -> None:
 
 
 def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Session:
-    """Hook compression and the byte ledger into the run that ``args`` describe. Call it before ``pretrain``.
+    """Hook compression and the byte ledger into the run that ``args`` describe. Call it before
+    ``pretrain``.
 
-    Without a compression flag the hooks only count. A process may enable several runs, each with a model
-    config of its own.
+    Without a compression flag the hooks only count. A process may enable several runs, each with a
+    model config of its own.
 
     Args:
         args: Megatron's arguments, validated.
-        model_config: the model that Megatron is to build; None where ``pretrain`` gets a model provider.
+        model_config: the model that Megatron is to build; None where ``pretrain`` gets a model
+            provider.
 
     Returns:
         The session of the run, which is open.
 
     Raises:
         CompressionConfigError: a setting that cannot be honoured.
-        InputError: Megatron's arguments name data that do not fit the tokenizer, or a report's folder that
-            cannot be written.
+        InputError: Megatron's arguments name data that do not fit the tokenizer, or a report's
+            folder that cannot be written.
     """
     # So that they come after Megatron's own start-up lines.
     LOG.keep()
@@ -122,8 +126,9 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Sessi
 
 
 def complete(model_config: GPTModelConfig, args: Namespace) -> None:
-    """Give a model config what ``gpt_config_from_args`` leaves out: our layers, and --rope-scaling-factor
-    (without it every Llama 3.x would have 3.1's 8 in megatron-core 0.19.2)."""
+    """Give a model config what ``gpt_config_from_args`` leaves out: our layers, and
+    --rope-scaling-factor (without it every Llama 3.x would have 3.1's 8 in megatron-core
+    0.19.2)."""
     if getattr(model_config, "transformer_layer_spec", "") is None:
         model_config.transformer_layer_spec = gpt_layer_spec
     if hasattr(model_config, "rope_scaling_factor"):
@@ -131,8 +136,8 @@ def complete(model_config: GPTModelConfig, args: Namespace) -> None:
 
 
 def gpt_layer_spec(model_config: GPTModelConfig, vp_stage: int | None = None):
-    """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``: our layers for
-    ``--transformer-impl local``, megatron-core's own choice for everything else."""
+    """The block of layers of a GPT model, a ``GPTModelConfig.transformer_layer_spec``: our layers
+    for ``--transformer-impl local``, megatron-core's own choice for everything else."""
     transformer = model_config.transformer
     if transformer.transformer_impl != "local" or not is_covered(transformer):
         return default_layer_spec(model_config, vp_stage)

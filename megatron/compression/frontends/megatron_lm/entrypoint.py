@@ -1,8 +1,10 @@
-"""What our entrypoints give ``megatron.training.pretrain``: datasets, batches, the loss, the forward step.
+"""What our entrypoints give ``megatron.training.pretrain``: datasets, batches, the loss, the
+forward step.
 
-From ``gpt_dataset_config`` to ``forward_step`` this is what pretrain_gpt.py of the Megatron-LM repository does,
-which the megatron-core wheel does not have: its behaviour is kept, so that a run's losses are those of that
-script. Import it after ``megatron_lm.prepare()``: it loads megatron.training.
+From ``gpt_dataset_config`` to ``forward_step`` this is what pretrain_gpt.py of the Megatron-LM
+repository does, which the megatron-core wheel does not have: its behaviour is kept, so that a run's
+losses are those of that script. Import it after ``megatron_lm.prepare()``: it loads
+megatron.training.
 """
 
 import json
@@ -101,7 +103,8 @@ def gpt_dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def _has_mtp(args: Namespace, vp_stage: int | None) -> bool:
-    """Return whether multi-token-prediction layers sit on this pipeline stage: they need tokens and labels."""
+    """Return whether multi-token-prediction layers sit on this pipeline stage: they need tokens and
+    labels."""
     return args.mtp_num_layers is not None and mtp_on_this_rank(
         mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
     )
@@ -110,7 +113,8 @@ def _has_mtp(args: Namespace, vp_stage: int | None) -> bool:
 def train_valid_test_datasets(sizes: tuple[int, int, int], vp_stage: int | None = None) -> list:
     """Build the train, validation and test sets (each may be None), with at least `sizes` samples.
 
-    Every rank calls it; the data is built where a pipeline stage reads it, on tensor-parallel rank 0.
+    Every rank calls it; the data is built where a pipeline stage reads it, on tensor-parallel rank
+    0.
     """
     args = get_args()
 
@@ -131,9 +135,11 @@ train_valid_test_datasets.is_distributed = True
 
 
 def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Tensor | None]:
-    """The next micro-batch on this rank: tensor-parallel rank 0 reads it and broadcasts it to its group.
+    """The next micro-batch on this rank: tensor-parallel rank 0 reads it and broadcasts it to its
+    group.
 
-    Returns: tokens, labels, position_ids [b, s] int64, loss_mask [b, s] fp32, attention_mask [b, 1, s, s]
+    Returns: tokens, labels, position_ids [b, s] int64, loss_mask [b, s] fp32, attention_mask [b, 1,
+        s, s]
     bool; None for what this pipeline stage does not use.
     """
     args = get_args()
@@ -170,8 +176,8 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> dict[str, torch.Ten
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
-    """(summed loss, number of tokens, {"lm loss": [summed loss, number of tokens]}) of [b, s] each. The
-    schedule divides the first in place, hence the copy of what is logged."""
+    """(summed loss, number of tokens, {"lm loss": [summed loss, number of tokens]}) of [b, s] each.
+    The schedule divides the first in place, hence the copy of what is logged."""
     args = get_args()
     mask = loss_mask.reshape(-1).float()
     # In fp32 whatever the model computes in; masked tokens count nothing.
@@ -195,11 +201,12 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor):
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False):
-    """One micro-batch forward. Returns: (per-token losses or the stage's output, the loss function).
+    """One micro-batch forward. Returns: (per-token losses or the stage's output, the loss
+    function).
 
     Args:
-        return_schedule_plan: return the micro-batch's plan in place of its output, which the schedule of
-            ``--overlap-moe-expert-parallel-comm`` executes node by node.
+        return_schedule_plan: return the micro-batch's plan in place of its output, which the
+            schedule of ``--overlap-moe-expert-parallel-comm`` executes node by node.
     """
     timers = get_timers()
     # Megatron's own names, which its log and its tools look for.
@@ -218,9 +225,10 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
 
 
 def train_to_the_end(pretrain: Callable[[], None]) -> None:
-    """Call ``pretrain()``, destroy the process groups, also after an early exit of its loop, and leave, with
-    its status. The exception's traceback would keep the data loaders' workers alive, which ignore the signal
-    that ends them under --exit-signal-handler: the process would wait for them forever."""
+    """Call ``pretrain()``, destroy the process groups, also after an early exit of its loop, and
+    leave, with its status. The exception's traceback would keep the data loaders' workers alive,
+    which ignore the signal that ends them under --exit-signal-handler: the process would wait for
+    them forever."""
     left_early = False
     status = None
     try:

@@ -1,4 +1,5 @@
-"""Which layers a run is built of: Transformer Engine's where it works, torch-native ones elsewhere."""
+"""Which layers a run is built of: Transformer Engine's where it works, torch-native ones
+elsewhere."""
 
 import functools
 import importlib
@@ -30,8 +31,8 @@ class Engine:
 def transformer_engine() -> Engine:
     """Look for Transformer Engine, once a process, before megatron.core is imported.
 
-    It is hidden where it cannot be used: a library that is missing would end in a trace, and without CUDA its
-    Adam and norms would be taken.
+    It is hidden where it cannot be used: a library that is missing would end in a trace, and
+    without CUDA its Adam and norms would be taken.
     """
     import torch  # before Transformer Engine, whose library needs the NCCL that torch loads
 
@@ -109,11 +110,13 @@ _FUSIONS = {
     "apply_rope_fusion": (False, "--no-rope-fusion", "transformer_engine"),
     "no_persist_layer_norm": (True, "--no-persist-layer-norm", "apex"),
 }
-"""Argument -> its value without the extension, the flag that says the same, the module that it needs."""
+"""Argument -> its value without the extension, the flag that says the same, the module that it
+needs."""
 
 
 def missing_extension_overrides(args: Namespace) -> list[str]:
-    """Switch off in validated ``args`` what ``--transformer-impl local`` cannot run on this machine.
+    """Switch off in validated ``args`` what ``--transformer-impl local`` cannot run on this
+    machine.
 
     Returns:
         A line for each value that changed, for the log.

@@ -62,8 +62,8 @@ class MegatronLoop(Host):
 
         Raises:
             CompressionConfigError: a setting that cannot be honoured.
-            InputError: what would make Megatron's loop fail, data of another tokenizer, or a report's folder
-                that cannot be written.
+            InputError: what would make Megatron's loop fail, data of another tokenizer, or a
+                report's folder that cannot be written.
         """
         checks.check_evaluation(self.arguments)
         checks.check_vocabulary(self.arguments, get_tokenizer().vocab_size)
@@ -77,8 +77,8 @@ class MegatronLoop(Host):
         return num_floating_point_operations(self.arguments, samples)
 
     def _current_iteration(self) -> int:
-        """Return the zero-based iteration, which is known before the first message. A run that only evaluates
-        sets ``args.iteration`` alone."""
+        """Return the zero-based iteration, which is known before the first message. A run that only
+        evaluates sets ``args.iteration`` alone."""
         # curr_iteration is set when an iteration begins, iteration when a checkpoint is loaded.
         counted = getattr(self.arguments, "curr_iteration", 0)
         loaded = getattr(self.arguments, "iteration", 0)
