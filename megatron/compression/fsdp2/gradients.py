@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
+from megatron.compression.communication.work import Work
 from megatron.compression.data_parallel.codec_gradients import CodecGradients
 from megatron.compression.data_parallel.compressor import (
     GradientBucket,
@@ -163,20 +164,24 @@ class GradientSums:
             scale: what the sum is multiplied by.
         """
         sync, bucket = self.built(gradients.numel())
-        # Started first: it reads the gradients, which the sum overwrites.
-        exact = None
-        copies = self.copies(gradients.numel())
-        if copies and self.sharded:
-            exact = copies.sum_to_owners(gradients.view(self.topology.world_size, -1), scale)
-        elif copies:
-            exact = copies.sum_everywhere(gradients, scale)
         bucket.scale = scale
+        copies = self.copies(gradients.numel())
+        exact = None
+        if copies:
+            # Started first: it reads the gradients, which the sum overwrites.
+            exact = self._sum_copies(copies, gradients, scale)
         # FSDP runs this on its own stream, and overlaps it there: nothing is gained by waiting later.
         sync.start(gradients).wait()
         total = bucket.shard_of(gradients) if self.sharded else gradients
-        if exact is not None:
+        if copies and exact is not None:
             copies.write(exact.wait(), total)
         return total
+
+    def _sum_copies(self, copies: Copies, gradients: Tensor, scale: float) -> Work:
+        """Start to add up the copies, exactly."""
+        if self.sharded:
+            return copies.sum_to_owners(gradients.view(self.topology.world_size, -1), scale)
+        return copies.sum_everywhere(gradients, scale)
 
     def buffer_bytes(self) -> int:
         """Bytes of one reduction's payloads, sent and received; 0 where they are not a codec's."""
