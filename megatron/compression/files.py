@@ -1,4 +1,5 @@
-"""Files of a run that are read and written: never half a file, and one kind of error for what is unreadable."""
+"""Files of a run that are read and written: never half a file, and one kind of error for what is
+unreadable."""
 
 import json
 from pathlib import Path

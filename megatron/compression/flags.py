@@ -44,7 +44,8 @@ REMOVED = {
     "--cp-backward-compression": "give it as the second value: --cp-compression SPEC BACKWARD",
     "--ep-backward-compression": "give it as the second value: --ep-compression SPEC BACKWARD",
     "--dp-weight-compression": "give it as the second value: --dp-compression SPEC WEIGHTS",
-    "--dp-error-feedback": "drop it: codecs of gradients keep no error, and tagc has its own memory",
+    "--dp-error-feedback": "drop it: codecs of gradients keep no error, and tagc has its own "
+    "memory",
     "--tp-compression-min-mb": "give --compression-min-mb",
     "--dp-compression-node-size": f"set {NODE_SIZE} in the environment",
     "--compression-communicators": f"set {COMMUNICATORS} in the environment",
@@ -69,18 +70,20 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         type=_all_dimensions,
         default="none",
         metavar="{none,auto,taco-paper}",
-        help="One choice for all kinds of parallelism. auto: time this run's own messages at the start, and "
-        "choose for each kind the codec that gains most within --compression-loss-budget, or none. "
-        "taco-paper: the TACO paper's codecs (--tp-compression taco, --dp-compression sdp4bit, "
-        "--pp-compression tah-quant). The flag of one kind of parallelism takes precedence.",
+        help="One choice for all kinds of parallelism. auto: time this run's own messages at the "
+        "start, and choose for each kind the codec that gains most within "
+        "--compression-loss-budget, or none. taco-paper: the TACO paper's codecs (--tp-compression "
+        "taco, --dp-compression sdp4bit, --pp-compression tah-quant). The flag of one kind of "
+        "parallelism takes precedence.",
     )
     group.add_argument(
         "--taco",
         nargs="?",
         const="",
         metavar="SETTINGS",
-        help="Compress tensor-parallel traffic with TACO at the paper's settings. --taco SETTINGS is the "
-        "same as --tp-compression taco:SETTINGS, with SETTINGS such as format=fp8-e5m2,group=256.",
+        help="Compress tensor-parallel traffic with TACO at the paper's settings. --taco SETTINGS "
+        "is the same as --tp-compression taco:SETTINGS, with SETTINGS such as "
+        "format=fp8-e5m2,group=256.",
     )
     # The rest is what the table of names and the fields of the config say.
     for flag, paths in FLAGS.items():

@@ -62,23 +62,27 @@ _SENTENCES: dict[str, str | Callable[[Namespace], str]] = {
     "is not divisible by total_model_size": _world_size,
     "eval_global_batch_size": _batch_size,
     "args.hidden_size % args.num_attention_heads == 0": _heads,
-    "args.save_interval is not None": "--save needs --save-interval, the iterations between checkpoints, such "
-    "as --save-interval 1000: give it, or drop --save",
+    "args.save_interval is not None": "--save needs --save-interval, the iterations between "
+    "checkpoints, such as --save-interval 1000: give it, or drop --save",
     "not args.bf16": "--fp16 and --bf16 exclude each other: drop one",
     "not args.fp16": "--fp16 and --bf16 exclude each other: drop one",
-    "expected iteration-based training": "--train-iters and --train-samples exclude each other: drop one",
-    "expected sample-based training": "--train-iters and --train-samples exclude each other: drop one",
+    "expected iteration-based training": "--train-iters and --train-samples exclude each other: "
+    "drop one",
+    "expected sample-based training": "--train-iters and --train-samples exclude each other: drop "
+    "one",
     "either num-layers or encoder-num-layers": "--num-layers is missing: give it",
     "args.encoder_seq_length is not None": "--seq-length is missing: give it",
-    "either train-iters or train-samples": "--train-iters is missing: give the number of iterations",
+    "either train-iters or train-samples": "--train-iters is missing: give the number of "
+    "iterations",
     "num_experts must be non None": "--expert-model-parallel-size needs a mixture of experts: add "
     "--num-experts N, or drop it",
-    "not supported with gradient accumulation fusion": "--use-torch-fsdp2 is not supported with gradient "
-    "accumulation fusion: add --no-gradient-accumulation-fusion",
-    "only supported with distributed optimizer": "--overlap-param-gather only supported with distributed "
-    "optimizer, megatron fsdp, or dist_muon: add --use-distributed-optimizer, or drop it",
-    "GEMM overlap can happen only when sequence parallelism": "--tp-comm-overlap needs --sequence-parallel: "
-    "add it, or drop --tp-comm-overlap",
+    "not supported with gradient accumulation fusion": "--use-torch-fsdp2 is not supported with "
+    "gradient accumulation fusion: add --no-gradient-accumulation-fusion",
+    "only supported with distributed optimizer": "--overlap-param-gather only supported with "
+    "distributed optimizer, megatron fsdp, or dist_muon: add --use-distributed-optimizer, or drop "
+    "it",
+    "GEMM overlap can happen only when sequence parallelism": "--tp-comm-overlap needs "
+    "--sequence-parallel: add it, or drop --tp-comm-overlap",
     "When interleaved schedule is used, pipeline": "--num-layers-per-virtual-pipeline-stage needs "
     "--pipeline-model-parallel-size 2 or more: raise it, or drop virtual stages",
     "Number of layers should be divisible": lambda args: (

@@ -1,4 +1,5 @@
-"""Which parameters every tensor-parallel rank holds in whole, and what is particular about some of them."""
+"""Which parameters every tensor-parallel rank holds in whole, and what is particular about some of
+them."""
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -13,14 +14,16 @@ megatron-core sums these itself."""
 def cut_without_mark(
     module: torch.nn.Module, data_shards: int = 1
 ) -> dict[torch.nn.Parameter, str]:
-    """Find parameters that tensor parallelism cuts without Megatron's mark ``tensor_model_parallel``.
+    """Find parameters that tensor parallelism cuts without Megatron's mark
+    ``tensor_model_parallel``.
 
-    Attention's ``softmax_offset`` is one. They are told by the model's ``sharded_state_dict``, by which
-    checkpoints are cut.
+    Attention's ``softmax_offset`` is one. They are told by the model's ``sharded_state_dict``, by
+    which checkpoints are cut.
 
     Args:
         module: a model chunk.
-        data_shards: ranks that torch's FSDP2 shards each parameter over, in its first dimension; 1 without.
+        data_shards: ranks that torch's FSDP2 shards each parameter over, in its first dimension; 1
+            without.
 
     Returns:
         The parameters, and their names in the module.

@@ -1,1 +1,2 @@
-"""``--compression auto``: time the run's messages, choose what gains within a budget of loss, check it."""
+"""``--compression auto``: time the run's messages, choose what gains within a budget of loss, check
+it."""

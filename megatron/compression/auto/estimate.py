@@ -1,13 +1,13 @@
 """Predict what compression would bring on a cluster. Nothing is run, and no GPU is needed.
 
-    python -m megatron.compression.auto.estimate --gpus 64 --inter 12.5:20 -- <flags of your launch script>
+    python -m megatron.compression.auto.estimate --gpus 64 --inter 12.5:20 -- FLAGS_OF_A_SCRIPT
 
-Messages and what they cost an iteration are those of ``--compression auto`` (messages.py), which measures.
-Here a message takes its bytes over the link's bandwidth plus latency, a compressed one its payloads' bytes
-and its codec's kernels, at rates measured on an H200. Computation is Megatron's count of operations at
-``--gemm-tflops``. An iteration takes the GPU's time or the host's, which launches it, whichever is longer; with
-``--cuda-graph-impl full_iteration`` the host launches once. Contention between
-jobs, memory, slow nodes and the input pipeline are not modelled.
+Messages and what they cost an iteration are those of ``--compression auto`` (messages.py), which
+measures. Here a message takes its bytes over the link's bandwidth plus latency, a compressed one
+its payloads' bytes and its codec's kernels, at rates measured on an H200. Computation is Megatron's
+count of operations at ``--gemm-tflops``. An iteration takes the GPU's time or the host's, which
+launches it, whichever is longer; with ``--cuda-graph-impl full_iteration`` the host launches once.
+Contention between jobs, memory, slow nodes and the input pipeline are not modelled.
 """
 
 import argparse
@@ -50,7 +50,8 @@ MOST_GPUS = 16384
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Microseconds that a codec's kernels take for 2^20 values on an H200 (docs/results/kernels.md)."""
+    """Microseconds that a codec's kernels take for 2^20 values on an H200
+    (docs/results/kernels.md)."""
 
     encode: float
     decode: float
@@ -67,8 +68,8 @@ KERNELS = {
     "lossless": KernelTimes(1.83, 1.27, 1.43),
     "tah-quant": KernelTimes(1.64, 1.6, 1.6),
 }
-"""By codec, or by the setting of an integer codec that decides. A codec that is not here counts as the
-slowest of them."""
+"""By codec, or by the setting of an integer codec that decides. A codec that is not here counts as
+the slowest of them."""
 SLOWEST = "lossless"
 LAUNCH = 5e-6
 """Seconds of a kernel, however small."""
@@ -145,7 +146,8 @@ class Group:
         return cls(ranks, local, cluster)
 
     def seconds(self, operation: str, nbytes: float) -> float:
-        """Return the time of a collective over a whole buffer; over nodes the slower of both hops counts.
+        """Return the time of a collective over a whole buffer; over nodes the slower of both hops
+        counts.
 
         Args:
             operation: as the ledger calls it.
@@ -196,12 +198,14 @@ class Group:
         return seconds + kernels(second, encoded=encoded, decoded=values)
 
     def _sum_of_two(self, codec: Codec, values: int, dtype: torch.dtype) -> float:
-        """Return the seconds of a sum of two ranks in one exchange: each sends the other all it has."""
+        """Return the seconds of a sum of two ranks in one exchange: each sends the other all it
+        has."""
         both = payload(codec, 2 * values, dtype)
         return self.seconds("all_gather", both) + kernels(codec, encoded=values, summed=2 * values)
 
     def _gradients(self, values: int, dtype: torch.dtype, codec: Codec, sharded: bool) -> float:
-        """Return the seconds of a sum inside the node and then one between nodes, each with its own codec."""
+        """Return the seconds of a sum inside the node and then one between nodes, each with its own
+        codec."""
         intra_codec, inter_codec = codec.hops
         last_codec = inter_codec if self.nodes > 1 else intra_codec
         if self.ranks == 2 and not sharded:
@@ -249,7 +253,8 @@ def _ranks_and_stride(message: MessageKind, args: Namespace) -> tuple[int, int]:
 
 @functools.cache
 def payload(codec: Codec, values: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the payloads of so many values, in rows so long that padding does not matter.
+    """Return the bytes of the payloads of so many values, in rows so long that padding does not
+    matter.
 
     Args:
         codec: encodes them.
@@ -367,7 +372,8 @@ class Estimate:
         return Row(name, self.work.seconds(times), host_seconds, loss)
 
     def rows(self, budget: float, named: bool = False) -> list[Row]:
-        """Return the rows of the table: uncompressed, each recipe alone, and what ``auto`` would choose.
+        """Return the rows of the table: uncompressed, each recipe alone, and what ``auto`` would
+        choose.
 
         Args:
             budget: percent of validation loss that may be spent.
@@ -598,13 +604,14 @@ def report(options: Namespace, words: Sequence[str]) -> None:
     print("\n".join(table(*_cells(rows, estimate), aligned=True)))
     computation = 1e3 * estimate.work.computation
     print(
-        f"{computation:,.1f} ms of the GPU's time are computation. An iteration takes the longer one of the "
-        "GPU's time and the host's, which is that of a slow host."
+        f"{computation:,.1f} ms of the GPU's time are computation. An iteration takes the longer "
+        "one of the GPU's time and the host's, which is that of a slow host."
     )
     if rows[0].host_seconds > rows[0].gpu_seconds:
         print(
             "The host decides here: it launches kernels more slowly than the GPU runs them. With "
-            "--cuda-graph-impl full_iteration it launches an iteration at once: add that and estimate again."
+            "--cuda-graph-impl full_iteration it launches an iteration at once: add that and "
+            "estimate again."
         )
     if options.plot:
         draw(options, args, cluster)

@@ -1,7 +1,8 @@
-"""Times a run's own messages, uncompressed and through codecs, and decides: in about ``LIMIT`` seconds.
+"""Times a run's own messages, uncompressed and through codecs, and decides: in about ``LIMIT``
+seconds.
 
-Everything is sent as training sends it. All ranks come to the same plan: it follows from values that are the
-largest over all ranks.
+Everything is sent as training sends it. All ranks come to the same plan: it follows from values
+that are the largest over all ranks.
 """
 
 import math
@@ -195,7 +196,8 @@ class Measurement:
         return DimensionPlan(dimension, link, chosen is not None, name, gain, loss, reason)
 
     def _seconds(self, message: MessageKind, rule: Rule | None = None) -> float:
-        """Return what a message takes by itself, sent as in training: in a CUDA graph where one holds it."""
+        """Return what a message takes by itself, sent as in training: in a CUDA graph where one
+        holds it."""
         in_graph = graphs.whole_iterations(self.args)
         if graphs.by_layer(self.args):
             in_graph = message.dimension in graphs.held_by_layers(self.args)
@@ -220,7 +222,8 @@ class Measurement:
         """
         messages = self._messages(dimension)
         if not messages:
-            # It is in use, and sends in a way that is not known here: the config's check says which.
+            # It is in use, and sends in a way that is not known here: the config's check says
+            # which.
             possible = self._possible(dimension, math.inf)
             return Candidates(reason=possible.reason or "no layer sends any")
         possible = self._possible(dimension, budget)
@@ -263,8 +266,8 @@ class Measurement:
     ) -> dict[str, dict[Recipe, float]]:
         """Return the part of an iteration that each timed recipe saves, by dimension.
 
-        The first recipe of every dimension is timed; then the second ones and so on, as long as the longest
-        timing so far would still fit into the limit.
+        The first recipe of every dimension is timed; then the second ones and so on, as long as the
+        longest timing so far would still fit into the limit.
 
         Args:
             candidates: by dimension.
@@ -286,7 +289,8 @@ class Measurement:
         return gains
 
     def _saved_seconds(self, dimension: str, rules: dict[str, Rule]) -> float:
-        """Return by how many seconds an iteration is shorter where a dimension's messages follow rules."""
+        """Return by how many seconds an iteration is shorter where a dimension's messages follow
+        rules."""
         saved = 0.0
         for message in self._messages(dimension):
             rule = rules[message.traffic]
@@ -399,8 +403,8 @@ def _not_chosen(gains: dict[Recipe, float]) -> str:
     percent = 100 * gains[best]
     if gains[best] >= TRIED:
         return (
-            f"{best.name} would gain {percent:.1f} % for +{best.loss:.3g} % of loss, but the budget is "
-            "spent; raise --compression-loss-budget"
+            f"{best.name} would gain {percent:.1f} % for +{best.loss:.3g} % of loss, but the "
+            "budget is spent; raise --compression-loss-budget"
         )
     effect = f"cost {-percent:.1f} %"
     if percent > 0:

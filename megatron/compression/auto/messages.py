@@ -1,9 +1,11 @@
-"""What a run sends in an iteration, derived from Megatron's arguments, and what it costs the iteration.
+"""What a run sends in an iteration, derived from Megatron's arguments, and what it costs the
+iteration.
 
-The model: an iteration is its computation, and of each message what does not overlap with computation. A
-message of ``t`` seconds that may overlap with ``overlap`` seconds of GEMMs lengthens the iteration by
-``t - overlap``, and slows the GEMMs that it overlaps with. At TP 4 (docs/results/iterations.md, "where an
-iteration goes") this gives 494 ms where 499 were measured in pcie, 25 where 22.5 were on NVLink.
+The model: an iteration is its computation, and of each message what does not overlap with
+computation. A message of ``t`` seconds that may overlap with ``overlap`` seconds of GEMMs lengthens
+the iteration by ``t - overlap``, and slows the GEMMs that it overlaps with. At TP 4
+(docs/results/iterations.md, "where an iteration goes") this gives 494 ms where 499 were measured in
+pcie, 25 where 22.5 were on NVLink.
 """
 
 from argparse import Namespace
@@ -17,8 +19,8 @@ from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from taco_kernels.common import ceil_div
 
 PROBE_VALUES = 2**26
-"""The most values of a gradient bucket that are sent for a timing, more than Megatron's buckets have: a
-codec's launches count as in training. More take proportionally longer."""
+"""The most values of a gradient bucket that are sent for a timing, more than Megatron's buckets
+have: a codec's launches count as in training. More take proportionally longer."""
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _COLLECTIVES = {
@@ -31,12 +33,12 @@ _COLLECTIVES = {
 """Operation of a message -> the ledger's name of the collective that sends it."""
 
 COMPUTATION_OVER_GEMMS = 1.6
-"""Computation over that of matrix products alone: norms, activations, the optimizer and gaps between kernels.
-At TP 4 on NVLink it is 1.75 (all less exposed communication, over GEMMs, docs/results/iterations.md); with
-larger GEMMs a GPU less, by estimate."""
+"""Computation over that of matrix products alone: norms, activations, the optimizer and gaps
+between kernels. At TP 4 on NVLink it is 1.75 (all less exposed communication, over GEMMs,
+docs/results/iterations.md); with larger GEMMs a GPU less, by estimate."""
 OVERLAP_LOSS = 0.09
-"""Part of the time that a message overlaps with computation by which the computation takes longer: 5 of 57 ms
-at TP 4 through host memory (docs/results/iterations.md); on NVLink it is more."""
+"""Part of the time that a message overlaps with computation by which the computation takes longer:
+5 of 57 ms at TP 4 through host memory (docs/results/iterations.md); on NVLink it is more."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,12 @@ class MessageKind:
     traffic: str
     """The ledger's class."""
     operation: str
-    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a bucket's),
-    outer (its shard's sum between optimizer instances); all_to_all, gather_tokens, sum_tokens (of an expert
-    layer's dispatcher)."""
+    """all_reduce, reduce_scatter, all_gather; exchange (between stages); gradients, weights (a
+    bucket's), outer (its shard's sum between optimizer instances); all_to_all, gather_tokens,
+    sum_tokens (of an expert layer's dispatcher)."""
     shape: tuple[int, ...]
-    """The whole tensor's over all ranks: what an all-gather makes, what a reduce-scatter takes. For an
-    all-to-all, what a rank sends."""
+    """The whole tensor's over all ranks: what an all-gather makes, what a reduce-scatter takes. For
+    an all-to-all, what a rank sends."""
     dtype: torch.dtype
     count: float
     """How many of them follow each other on the critical path of an iteration."""
@@ -153,10 +155,11 @@ def _layers_of_stage(args: Namespace) -> int:
 def _tensor_parallel(
     args: Namespace, micro_batches: int, bubble: float, weight_gemms: float, recomputed: bool
 ) -> list[MessageKind]:
-    """Return the sums of layers: two a layer and direction, one of an expert layer without shared experts.
+    """Return the sums of layers: two a layer and direction, one of an expert layer without shared
+    experts.
 
-    What ranks that share an expert send is in ``_expert_parallel``. In the backward pass sums overlap with
-    weight gradients.
+    What ranks that share an expert send is in ``_expert_parallel``. In the backward pass sums
+    overlap with weight gradients.
 
     Args:
         args: Megatron's arguments.
@@ -205,7 +208,8 @@ def _tensor_parallel(
         message("forward", "reduce_scatter", forward_count),
         message("forward", "all_gather", forward_count),
         message("backward", "reduce_scatter", count, overlap),
-        # The output's gradient is gathered, and the input once more, while the input's gradient is computed.
+        # The output's gradient is gathered, and the input once more, while the input's gradient is
+        # computed.
         message("backward", "all_gather", 2 * count, overlap / 2),
     ]
 
@@ -213,7 +217,8 @@ def _tensor_parallel(
 def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list[MessageKind]:
     """Return the reductions and gathers of buckets.
 
-    They may overlap with the last micro-batch's backward and the next iteration's first forward pass.
+    They may overlap with the last micro-batch's backward and the next iteration's first forward
+    pass.
 
     Args:
         args: Megatron's arguments.
@@ -291,8 +296,9 @@ def _bucket_values(args: Namespace, parameters: int, ranks: int) -> int:
 def _pipeline_parallel(args: Namespace, chunks: int, chunk: float) -> list[MessageKind]:
     """Return the exchanges between stages.
 
-    Between two stages a micro-batch's activations and another's gradients cross each other: in 1F1B's steady
-    state twice a micro-batch at an inner stage; before and after it a message passes every boundary.
+    Between two stages a micro-batch's activations and another's gradients cross each other: in
+    1F1B's steady state twice a micro-batch at an inner stage; before and after it a message passes
+    every boundary.
 
     Args:
         args: Megatron's arguments.
@@ -340,9 +346,10 @@ def _expert_parallel(
 ) -> list[MessageKind]:
     """Return the messages of experts' tokens.
 
-    A layer has four legs: tokens to their experts and back, and their gradients, spread evenly where none are
-    dropped; probabilities and counts are left out. They overlap with another micro-batch's layers
-    (``--overlap-moe-expert-parallel-comm``), with shared experts in the dispatcher, or with nothing.
+    A layer has four legs: tokens to their experts and back, and their gradients, spread evenly
+    where none are dropped; probabilities and counts are left out. They overlap with another
+    micro-batch's layers (``--overlap-moe-expert-parallel-comm``), with shared experts in the
+    dispatcher, or with nothing.
 
     Args:
         args: Megatron's arguments.
@@ -376,7 +383,8 @@ def _expert_parallel(
         overlaps = _expert_overlaps(args, tokens, gemm_rate, micro_batch)
         exposed_count = 0
         if args.overlap_moe_expert_parallel_comm:
-            # The first micro-batch's forward pass and the last one's backward pass have no other beside them.
+            # The first micro-batch's forward pass and the last one's backward pass have no other
+            # beside them.
             exposed_count = 2 * layers
         messages = [
             MessageKind(
@@ -430,7 +438,8 @@ def _expert_overlaps(
     if args.overlap_moe_expert_parallel_comm:
         # A stage has 1 / stages of the layers.
         layer = micro_batch * args.pipeline_model_parallel_size / args.num_layers
-        # Half of another micro-batch's backward pass, half of its forward pass: those take 2/3 and 1/3.
+        # Half of another micro-batch's backward pass, half of its forward pass: those take 2/3 and
+        # 1/3.
         return layer / 3, layer / 6
     if args.moe_shared_expert_overlap:
         matrices = 3 if args.swiglu else 2
@@ -450,7 +459,8 @@ def _gathers_and_sums(
     backward_count: float,
     unequal: bool,
 ) -> list[MessageKind]:
-    """Return a gather of tokens and a sum of experts' outputs, and their gradients the other way round.
+    """Return a gather of tokens and a sum of experts' outputs, and their gradients the other way
+    round.
 
     Args:
         args: Megatron's arguments.

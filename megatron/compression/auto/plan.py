@@ -1,4 +1,5 @@
-"""The decision of ``--compression auto``: by which rule, how the run checks it, where a resume finds it."""
+"""The decision of ``--compression auto``: by which rule, how the run checks it, where a resume
+finds it."""
 
 import json
 import math
@@ -23,14 +24,16 @@ from megatron.compression.report.markdown import table
 BUDGET = 0.1
 """Percent of validation loss, where ``--compression-loss-budget`` is not given."""
 LEAST_GAIN = 0.02
-"""A dimension that saves a smaller part of an iteration, as the run itself measures it, stays uncompressed."""
+"""A dimension that saves a smaller part of an iteration, as the run itself measures it, stays
+uncompressed."""
 TRIED = 0.005
-"""What is predicted to save a smaller part of an iteration is not tried. Predictions are off by more than
-lies between this and ``LEAST_GAIN``."""
+"""What is predicted to save a smaller part of an iteration is not tried. Predictions are off by
+more than lies between this and ``LEAST_GAIN``."""
 ALIKE = 0.005
 """Settings whose gains differ by a smaller part of an iteration count as equally fast."""
 ROUNDING = 1e-9
-"""By so many percent a sum of losses may exceed the budget: floating-point sums of decimal fractions."""
+"""By so many percent a sum of losses may exceed the budget: floating-point sums of decimal
+fractions."""
 FILE = "compression-auto.json"
 """In the folder of --save."""
 
@@ -204,7 +207,8 @@ def choose(gains: Mapping[str, Mapping[Recipe, float]], budget: float) -> dict[s
         combination for combination in _combinations(gains) if combination.loss <= budget + ROUNDING
     ]
     best_gain = max(combination.gain for combination in combinations)
-    # Settings whose gains differ by less than ALIKE count as equally fast: the smaller loss decides.
+    # Settings whose gains differ by less than ALIKE count as equally fast: the smaller loss
+    # decides.
     as_fast = [choice for choice in combinations if choice.gain >= best_gain - ALIKE]
     chosen = min(as_fast, key=lambda combination: (combination.loss, -combination.gain))
     return chosen.recipes
@@ -230,7 +234,8 @@ def _combinations(gains: Mapping[str, Mapping[Recipe, float]]) -> list[Combinati
 WARM_UP = 3
 """Iterations before the first block: kernels and allocations of training."""
 BLOCK = 4
-"""Iterations of a block, of which the first is not timed: it begins with what the block before has left."""
+"""Iterations of a block, of which the first is not timed: it begins with what the block before has
+left."""
 ROUNDS = 2
 """Blocks of each kind; one where each block is captured anew."""
 
@@ -238,8 +243,8 @@ ROUNDS = 2
 class Check:
     """Times blocks of iterations with everything on, or one dimension uncompressed, and decides.
 
-    Ranks switch by the iteration, which all of them know, so nothing is sent to agree on a switch. After
-    ``WARM_UP`` iterations blocks follow each other, in two rounds::
+    Ranks switch by the iteration, which all of them know, so nothing is sent to agree on a switch.
+    After ``WARM_UP`` iterations blocks follow each other, in two rounds::
 
         all on | without A | without B | all on | without A | without B | decision
 
@@ -247,9 +252,10 @@ class Check:
         dimensions: those that are compressed.
         first: the first iteration, counted from 0, that compresses anything.
         iteration: the zero-based one that all ranks are in.
-        decided: called on all ranks with the part of an iteration that each dimension saves. A dimension that
-            could not be timed is not in it, and stays as it was decided.
-        capturing: further iterations of a block, in which a CUDA graph is captured; replays are timed.
+        decided: called on all ranks with the part of an iteration that each dimension saves. A
+            dimension that could not be timed is not in it, and stays as it was decided.
+        capturing: further iterations of a block, in which a CUDA graph is captured; replays are
+            timed.
     """
 
     def __init__(
@@ -274,7 +280,8 @@ class Check:
         """Seconds of iterations, by what is uncompressed."""
         self._first_block_begins: int | None = None
         self._last_index: int | None = None
-        """The last iteration seen, from the first block on; Megatron skips those of --iterations-to-skip."""
+        """The last iteration seen, from the first block on; Megatron skips those of
+        --iterations-to-skip."""
         self._last_time = 0.0
         self.off: set[str] = set()
         """Dimensions that stay uncompressed."""
@@ -370,15 +377,17 @@ _DECIDING_ARGUMENTS = """
     virtual_pipeline_model_parallel_size
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
     multi_latent_attention padded_vocab_size seq_length micro_batch_size global_batch_size
-    sequence_parallel params_dtype accumulate_allreduce_grads_in_fp32 transformer_impl cuda_graph_impl
+    sequence_parallel params_dtype accumulate_allreduce_grads_in_fp32
+    transformer_impl cuda_graph_impl
     use_distributed_optimizer num_distributed_optimizer_instances ddp_bucket_size
     overlap_grad_reduce overlap_param_gather overlap_p2p_comm
     recompute_granularity recompute_method recompute_num_layers recompute_modules
-    num_experts moe_token_dispatcher_type moe_router_topk moe_router_dtype moe_expert_capacity_factor
-    moe_pad_expert_input_to_capacity moe_layer_freq moe_latent_size
+    num_experts moe_token_dispatcher_type moe_router_topk moe_router_dtype
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_layer_freq moe_latent_size
     moe_shared_expert_intermediate_size moe_shared_expert_overlap overlap_moe_expert_parallel_comm
 """.split()
-"""Arguments of Megatron that a plan holds for: another value of one of them makes it another run."""
+"""Arguments of Megatron that a plan holds for: another value of one of them makes it another
+run."""
 
 
 def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Sends a run's messages one by one, as training sends them, so that they can be timed.
 
-Collectives are called as attributes of ``torch.distributed``, so that a test that replaces those makes a
-link slow for timings and training alike.
+Collectives are called as attributes of ``torch.distributed``, so that a test that replaces those
+makes a link slow for timings and training alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,8 @@ class Sender:
         last_message_of = {_group(message): message for message in messages}
         lines = []
         for group, message in last_message_of.items():
-            # Tokens have no fused kernels either. Tensor parallelism's hooks do not ask for the codec.
+            # Tokens have no fused kernels either. Tensor parallelism's hooks do not ask for the
+            # codec.
             is_of_tokens = message.operation in _TOKEN_OPERATIONS
             fused = not is_of_tokens and (lossy or message.dimension == "tensor_parallel")
             lines += self._transports.prepare([group], fused)
@@ -155,7 +156,8 @@ class Sender:
         return Run(Policy(rules, ledger), ledger, transports=self._transports)
 
     def _gradients(self, message: MessageKind, rule: Rule | None) -> Send:
-        """Return the reduction of a gradient bucket, or of its shard between optimizer instances."""
+        """Return the reduction of a gradient bucket, or of its shard between optimizer
+        instances."""
         group = _group(message)
         is_outer = message.operation == "outer"
         sharded = self._sharded and not is_outer
@@ -203,7 +205,8 @@ class Sender:
         return send
 
     def _exchange(self, message: MessageKind, rule: Rule | None) -> Send:
-        """Return an exchange in which every stage sends to the next one and receives from the one before."""
+        """Return an exchange in which every stage sends to the next one and receives from the one
+        before."""
         group = _group(message)
         x = normal_values(message.shape, message.dtype, self._device)
         if rule is None:

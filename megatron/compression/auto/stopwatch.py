@@ -23,7 +23,8 @@ CAPTURED_CALLS = 4
 
 
 class Stopwatch:
-    """Times calls. Every method is collective and gives the same on all ranks: the slowest rank's time."""
+    """Times calls. Every method is collective and gives the same on all ranks: the slowest rank's
+    time."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -64,8 +65,8 @@ class Stopwatch:
         graph = torch.cuda.CUDAGraph()
         failure = None
         try:
-            # As Megatron captures. The outer context gives the stream back where a capture fails, which
-            # would leave its own stream the current one.
+            # As Megatron captures. The outer context gives the stream back where a capture fails,
+            # which would leave its own stream the current one.
             with (
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, capture_error_mode="thread_local"),
@@ -94,6 +95,7 @@ class Stopwatch:
 
 
 def first_reason(reason: str | None) -> str | None:
-    """Return the reason of the first rank that has one, or None. Collective over all ranks of the job."""
+    """Return the reason of the first rank that has one, or None. Collective over all ranks of the
+    job."""
     reasons = gather_objects(reason)
     return next((text for text in reasons if text), None)

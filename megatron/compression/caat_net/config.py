@@ -23,13 +23,16 @@ _UNREACHED = "keeps gradients where their sum over tensor-parallel ranks does no
 
 # Megatron's argument -> why a model of one residual stream for each rank cannot have it
 _REFUSED = {
-    "sequence_parallel": "splits one residual stream over the ranks, but here each rank has its own",
-    "distribute_saved_activations": "keeps a slice of one residual stream on each rank, but each has its own",
+    "sequence_parallel": "splits one residual stream over the ranks, but here each rank has its "
+    "own",
+    "distribute_saved_activations": "keeps a slice of one residual stream on each rank, but each "
+    "has its own",
     "num_experts": "routes tokens from one residual stream, but here each rank has its own",
     "mtp_num_layers": "embeds tokens again in layers that are not covered",
     "multi_latent_attention": "has layers that are not covered",
     **dict.fromkeys(OTHER_LAYERS, "has layers that are not covered"),
-    "defer_embedding_wgrad_compute": "defers the output layer's weight gradient to after the backward",
+    "defer_embedding_wgrad_compute": "defers the output layer's weight gradient to after the "
+    "backward",
     "use_megatron_fsdp": _UNREACHED,
     "use_torch_fsdp2": _UNREACHED,
 }

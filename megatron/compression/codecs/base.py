@@ -25,17 +25,18 @@ Shape = Sequence[int]
 class Codec(abc.ABC):
     """Turns each row of a tensor into a uint8 payload of a size that is known beforehand, and back.
 
-    A codec is pure: no communication, no state, no host synchronisation, so it can be captured in a CUDA
-    graph. Subclasses are frozen dataclasses, entered with ``@register_codec``; three methods are enough
-    (``payload_bytes``, ``encode``, ``decode``), the others have slower definitions here. A row has any shape
-    and any number of values (a codec pads inside). Values that share a scale with a NaN or an infinity decode
-    to numbers that are not finite. ``contract.check_contract`` tries a user's own codec when a run begins.
+    A codec is pure: no communication, no state, no host synchronisation, so it can be captured in a
+    CUDA graph. Subclasses are frozen dataclasses, entered with ``@register_codec``; three methods
+    are enough (``payload_bytes``, ``encode``, ``decode``), the others have slower definitions here.
+    A row has any shape and any number of values (a codec pads inside). Values that share a scale
+    with a NaN or an infinity decode to numbers that are not finite. ``contract.check_contract``
+    tries a user's own codec when a run begins.
     """
 
     @property
     def sees_shape(self) -> bool:
-        """Whether a payload depends on the row's shape (tokens, channels), and not on its values in order
-        alone: collectives then cut tensors along the first dimension only."""
+        """Whether a payload depends on the row's shape (tokens, channels), and not on its values in
+        order alone: collectives then cut tensors along the first dimension only."""
         return False
 
     @property
@@ -52,14 +53,15 @@ class Codec(abc.ABC):
     def hops(self) -> tuple[Codec, Codec]:
         """The codecs of the first and of the second exchange of a collective.
 
-        An all-reduce sends partial sums and then their sum; data parallelism over nodes sends inside a node
-        and then between nodes.
+        An all-reduce sends partial sums and then their sum; data parallelism over nodes sends
+        inside a node and then between nodes.
         """
         return self, self
 
     @property
     def one_exchange(self) -> bool:
-        """Whether an all-reduce between two ranks is one exchange: both exchanges have the same codec."""
+        """Whether an all-reduce between two ranks is one exchange: both exchanges have the same
+        codec."""
         first, second = self.hops
         return first is second or first == second
 
@@ -70,16 +72,17 @@ class Codec(abc.ABC):
 
     @property
     def fused_config(self) -> CodecConfig | None:
-        """The settings under which ``taco_kernels.symmetric_memory`` does this codec's collectives in one
-        kernel; None: it cannot."""
+        """The settings under which ``taco_kernels.symmetric_memory`` does this codec's collectives
+        in one kernel; None: it cannot."""
         return None
 
     lossless: ClassVar[bool] = False
-    """Whether every bit comes back. Then a payload is of the dtype that was encoded, which is what it can be
-    decoded to, and it may overflow: ``overflow_flag``."""
+    """Whether every bit comes back. Then a payload is of the dtype that was encoded, which is what
+    it can be decoded to, and it may overflow: ``overflow_flag``."""
 
     def overflow_flag(self, payloads: torch.Tensor) -> torch.Tensor:
-        """Return uint8 ``[]``: 1 if the values of some row did not fit, which then decodes to zeros.
+        """Return uint8 ``[]``: 1 if the values of some row did not fit, which then decodes to
+        zeros.
 
         Only lossless codecs are asked. The flag stays on the device.
 
@@ -98,7 +101,8 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the payloads of a tensor's rows: uint8 ``[rows, payload_bytes(shape)]``, contiguous.
+        """Return the payloads of a tensor's rows: uint8 ``[rows, payload_bytes(shape)]``,
+        contiguous.
 
         Args:
             x: ``[rows, *shape]``, bf16, fp16 or fp32, any strides; left as it is.
@@ -131,7 +135,8 @@ class Codec(abc.ABC):
         return self.decode_sum(payloads[None], shape, dtype, out=out)
 
     def encode_grid(self, x: torch.Tensor) -> torch.Tensor:
-        """Return uint8 ``[a, b, bytes]`` of ``x [a, b, n]``, whose rows need not be contiguous in memory."""
+        """Return uint8 ``[a, b, bytes]`` of ``x [a, b, n]``, whose rows need not be contiguous in
+        memory."""
         return torch.stack([self.encode(rows) for rows in x])
 
     def decode_sum(
@@ -142,14 +147,16 @@ class Codec(abc.ABC):
         scale: float = 1.0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the scaled sum of what several senders have encoded: ``[rows, *shape]``, or ``out``.
+        """Return the scaled sum of what several senders have encoded: ``[rows, *shape]``, or
+        ``out``.
 
         The sum is formed in fp32 in the order of senders, then scaled, then rounded once.
 
         Args:
             payloads: uint8 ``[senders, rows, bytes]``.
             shape: one row's.
-            dtype: the result's, where ``out`` is None; the dtype that was encoded, for lossless codecs.
+            dtype: the result's, where ``out`` is None; the dtype that was encoded, for lossless
+                codecs.
             scale: multiplies the sum.
             out: ``[rows, *shape]``, any strides and dtype.
         """
@@ -198,7 +205,8 @@ class Codec(abc.ABC):
         rows.copy_(total.view(rows.shape))
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        """Return the sum of what several senders have encoded, encoded again: uint8 ``[rows, bytes]``.
+        """Return the sum of what several senders have encoded, encoded again: uint8
+        ``[rows, bytes]``.
 
         Args:
             payloads: uint8 ``[senders, rows, bytes]``.
@@ -210,11 +218,13 @@ class Codec(abc.ABC):
         return into.encode(self.decode_sum(payloads, shape, torch.float32))
 
     def encode_difference(self, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """Return uint8 ``[bytes]`` of what turns ``old`` into ``new``, both ``[n]``; subtracted in fp32."""
+        """Return uint8 ``[bytes]`` of what turns ``old`` into ``new``, both ``[n]``; subtracted in
+        fp32."""
         return self.encode((new.float() - old.float())[None])[0]
 
     def add_decoded(self, payloads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Add differences, uint8 ``[rows, bytes]``, to ``weights [rows, n]`` in place; added in fp32."""
+        """Add differences, uint8 ``[rows, bytes]``, to ``weights [rows, n]`` in place; added in
+        fp32."""
         change = self.decode(payloads, weights.shape[1:], torch.float32)
         return weights.copy_(weights.float() + change)
 
@@ -235,12 +245,14 @@ class TwoHops(Codec):
     def __post_init__(self) -> None:
         if self.first.lossless or self.second.lossless:
             raise CompressionConfigError(
-                f"{self.name}: together with another codec, lossless keeps bits of a lossy sum; give it alone"
+                f"{self.name}: together with another codec, lossless keeps bits of a lossy sum; "
+                "give it alone"
             )
         # A collective cuts a tensor once, for both exchanges.
         if self.first.sees_shape != self.second.sees_shape or self.first.block != self.second.block:
             raise CompressionConfigError(
-                f"{self.name}: the two codecs cut a tensor differently; give them the same group size"
+                f"{self.name}: the two codecs cut a tensor differently; give them the same group "
+                "size"
             )
 
     @property
@@ -272,8 +284,8 @@ class TwoHops(Codec):
 def offered(dimension: str = "") -> list[str]:
     """Return the names that a dimension's setting takes at their default settings.
 
-    These are codecs, the dimension's recipes and, for data parallelism, compressors of gradients. Without a
-    dimension: all codecs.
+    These are codecs, the dimension's recipes and, for data parallelism, compressors of gradients.
+    Without a dimension: all codecs.
     """
     names = []
     for name in CODECS.names():
@@ -290,12 +302,13 @@ def offered(dimension: str = "") -> list[str]:
 
 @functools.cache
 def parse_codec(text: str, dimension: str = "") -> Codec:
-    """Return the codec that a spec names; ``FIRST/SECOND`` names one for each exchange of a collective.
+    """Return the codec that a spec names; ``FIRST/SECOND`` names one for each exchange of a
+    collective.
 
     Args:
         text: the spec, such as ``int6:group=64``.
-        dimension: the dimension whose setting takes the spec (``tensor_parallel``), so that an error lists
-            what that setting takes.
+        dimension: the dimension whose setting takes the spec (``tensor_parallel``), so that an
+            error lists what that setting takes.
 
     Raises:
         CompressionConfigError: an unknown name or setting, or a value that the codec refuses.
@@ -318,7 +331,8 @@ def parse_codec(text: str, dimension: str = "") -> Codec:
 
 
 def _rows_of(out: torch.Tensor) -> torch.Tensor | None:
-    """Return ``out`` as a view ``[rows, n]`` with contiguous rows, or None: there is no such view."""
+    """Return ``out`` as a view ``[rows, n]`` with contiguous rows, or None: there is no such
+    view."""
     # Rows may lie at any distance, such as a piece of every rank's shard of a bucket.
     if out.dim() == 2 and (out.stride(1) == 1 or out.shape[1] < 2):
         return out
@@ -337,8 +351,8 @@ def stacked(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """Return ``[rows, values]`` of ``[rows, *shape]``, whose bytes can be viewed as another dtype.
 
-    ``contiguous`` leaves a tensor of one value a row as it is, whatever its stride, and such a tensor has no
-    view of another dtype.
+    ``contiguous`` leaves a tensor of one value a row as it is, whatever its stride, and such a
+    tensor has no view of another dtype.
     """
     rows = x.reshape(len(x), -1).contiguous()
     if rows.stride(-1) != 1:

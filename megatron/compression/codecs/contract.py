@@ -1,9 +1,9 @@
 """One call of a user's own codec before training, against the contract of ``Codec``.
 
-A codec that breaks its contract fails late and elsewhere: a payload of another size hangs or garbles a
-collective, a result of another dtype raises inside autograd without the codec's name, a swallowed NaN
-trains on. So each codec that does not come with this package encodes and decodes a few small tensors when
-compression is attached, and what is wrong is said in one line.
+A codec that breaks its contract fails late and elsewhere: a payload of another size hangs or
+garbles a collective, a result of another dtype raises inside autograd without the codec's name, a
+swallowed NaN trains on. So each codec that does not come with this package encodes and decodes a
+few small tensors when compression is attached, and what is wrong is said in one line.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,8 @@ def _check_codec(codec: Codec, device: str) -> None:
 
 
 def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
-    """Return what is wrong with a codec's payloads of ``x [rows, *shape]``, and how to mend it, or None."""
+    """Return what is wrong with a codec's payloads of ``x [rows, *shape]``, and how to mend it, or
+    None."""
     rows, shape, dtype = len(x), x.shape[1:], x.dtype
     values = f"{dtype} values of shape {[*shape]}"
     # ``step`` goes along, so that whatever the codec raises is told with what it was doing.
@@ -77,8 +78,8 @@ def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
         damaged.view(rows, -1)[-1, 0] = float("nan")
         if codec.decode(codec.encode(damaged), shape, dtype)[-1].isfinite().all():
             return (
-                "a NaN that is encoded decodes to finite numbers, so that a broken run would train on; "
-                "let NaN and infinities through, as a scale of their group for example"
+                "a NaN that is encoded decodes to finite numbers, so that a broken run would train "
+                "on; let NaN and infinities through, as a scale of their group for example"
             )
     except CompressionConfigError:
         raise
@@ -93,7 +94,10 @@ def _payload_mistake(payloads: object, rows: int, payload_bytes: int, values: st
         kind = payloads.dtype if isinstance(payloads, torch.Tensor) else type(payloads).__name__
         return f"encode returns {kind}, not torch.uint8; end it with .view(torch.uint8)"
     if payloads.dim() != 2 or len(payloads) != rows:
-        return f"encode returns shape {[*payloads.shape]} for {rows} rows; return [rows, bytes], a payload a row"
+        return (
+            f"encode returns shape {[*payloads.shape]} for {rows} rows; return [rows, bytes], a "
+            "payload a row"
+        )
     if payloads.shape[1] != payload_bytes:
         return (
             f"encode returns {payloads.shape[1]} bytes for a row of {values}, payload_bytes says "
@@ -105,14 +109,15 @@ def _payload_mistake(payloads: object, rows: int, payload_bytes: int, values: st
 
 
 def _decoded_mistake(decoded: object, x: torch.Tensor) -> str | None:
-    """Return what is wrong with what ``decode`` returned for finite ``x [rows, *shape]``, or None."""
+    """Return what is wrong with what ``decode`` returned for finite ``x [rows, *shape]``, or
+    None."""
     if not isinstance(decoded, torch.Tensor) or decoded.dtype != x.dtype:
         kind = decoded.dtype if isinstance(decoded, torch.Tensor) else type(decoded).__name__
         return f"decode returns {kind} where dtype={x.dtype} is asked for; end it with .to(dtype)"
     if decoded.shape != x.shape:
         return (
-            f"decode returns shape {[*decoded.shape]}, not [rows, *shape] = {[*x.shape]}; end it with "
-            ".view(len(payloads), *shape)"
+            f"decode returns shape {[*decoded.shape]}, not [rows, *shape] = {[*x.shape]}; end it "
+            "with .view(len(payloads), *shape)"
         )
     if not decoded.isfinite().all():
         return "decode returns NaN or infinities for finite values"

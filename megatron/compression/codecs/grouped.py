@@ -1,4 +1,5 @@
-"""Groups of values that share a scale, over ``taco_kernels.taco``: TACO's FP8 and integers of 4 to 8 bits.
+"""Groups of values that share a scale, over ``taco_kernels.taco``: TACO's FP8 and integers of 4 to
+8 bits.
 
 Integers are more accurate than FP8 for the same bits once a Hadamard transform has rotated a group.
 """
@@ -21,10 +22,11 @@ from taco_kernels.taco import CodecConfig
 
 
 class GroupedCodec(Codec):
-    """The codec contract over the kernels of ``taco_kernels.taco``: Triton on CUDA, plain torch elsewhere.
+    """The codec contract over the kernels of ``taco_kernels.taco``: Triton on CUDA, plain torch
+    elsewhere.
 
-    Sums run in the Hadamard domain, in fp32, with one inverse transform at the end; the payloads of two
-    senders are transformed back one by one.
+    Sums run in the Hadamard domain, in fp32, with one inverse transform at the end; the payloads of
+    two senders are transformed back one by one.
     """
 
     @property
@@ -38,13 +40,14 @@ class GroupedCodec(Codec):
 
     @cached_property
     def fused_config(self) -> CodecConfig | None:
-        """See ``Codec.fused_config``; None where channels are normalised, which those kernels cannot."""
+        """See ``Codec.fused_config``; None where channels are normalised, which those kernels
+        cannot."""
         return None if self.sees_shape else self.config
 
     @cached_property
     def domain(self) -> tuple[object, ...]:
-        """The settings that are alike in two codecs of which one encodes the other's sums without leaving
-        the Hadamard domain."""
+        """The settings that are alike in two codecs of which one encodes the other's sums without
+        leaving the Hadamard domain."""
         return self.sees_shape, self.block, self.config.hadamard, self.config.outliers
 
     def payload_bytes(self, shape: Shape) -> int:
@@ -92,12 +95,14 @@ class GroupedCodec(Codec):
             if scale == 1.0:
                 taco.decode_sum(row_payloads, self.config, row.shape, row.dtype, out=row)
             else:
-                # The kernels round to the result's dtype: scale in fp32 first, so that it is rounded once.
+                # The kernels round to the result's dtype: scale in fp32 first, so that it is
+                # rounded once.
                 total = taco.decode_sum(row_payloads, self.config, row.shape, torch.float32)
                 row.copy_(total.mul_(scale))
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:
-        """See ``Codec.decode_sum_encode``; two codecs of one ``domain`` do not leave it in between."""
+        """See ``Codec.decode_sum_encode``; two codecs of one ``domain`` do not leave it in
+        between."""
         # Sums may stay transformed only where both codecs transform the same groups in the same
         # way.
         if self.sees_shape or not isinstance(into, GroupedCodec) or into.domain != self.domain:
@@ -131,8 +136,8 @@ class TacoCodec(GroupedCodec):
     """off leaves the transform out: plain group scaling, a control."""
 
     outliers: bool = False
-    """Values of more than 8 times their group's mean magnitude are stored separately, so that they do
-    not drown their neighbours: 0.125 bits a value. Not in the paper."""
+    """Values of more than 8 times their group's mean magnitude are stored separately, so that they
+    do not drown their neighbours: 0.125 bits a value. Not in the paper."""
 
     def __post_init__(self) -> None:
         if self.scales == "signed":
@@ -153,9 +158,9 @@ class TacoCodec(GroupedCodec):
 class IntCodec(GroupedCodec):
     """Integers of 4 to 8 bits after a Hadamard transform, with one scale a group.
 
-    With ``normalize`` each row is a message of tokens: every channel is centred and divided by its root mean
-    square over the row's tokens first; these statistics are sent too, in bf16. Early in training nearly all
-    of what a pipeline stage sends is a mean that the tokens share.
+    With ``normalize`` each row is a message of tokens: every channel is centred and divided by its
+    root mean square over the row's tokens first; these statistics are sent too, in bf16. Early in
+    training nearly all of what a pipeline stage sends is a mean that the tokens share.
     """
 
     bits: int
@@ -163,21 +168,21 @@ class IntCodec(GroupedCodec):
     """Values that share a scale (and a transform): 32, 64, 128 or 256."""
 
     scales: str = "signed"
-    """single = one bf16 a group; signed = the same with a sign that says at which end the group's extreme
-    lies, so that all codes are used, and in 4 to 6 bits code values that lie closer near zero: a quarter to a
-    third less squared error for the same bytes."""
+    """single = one bf16 a group; signed = the same with a sign that says at which end the group's
+    extreme lies, so that all codes are used, and in 4 to 6 bits code values that lie closer near
+    zero: a quarter to a third less squared error for the same bytes."""
 
     hadamard: bool | None = None
-    """Rotate each group first, so that one outlier does not decide its grid; by default on, and off with
-    normalize."""
+    """Rotate each group first, so that one outlier does not decide its grid; by default on, and off
+    with normalize."""
 
     normalize: Literal["none", "standardize"] = "none"
-    """What is done to each channel over a message's tokens before it is encoded: standardize = subtract the
-    mean and divide by the root mean square. For messages between pipeline stages."""
+    """What is done to each channel over a message's tokens before it is encoded: standardize =
+    subtract the mean and divide by the root mean square. For messages between pipeline stages."""
 
     outliers: bool = False
-    """Values of more than 8 times their group's mean magnitude are stored separately, so that they do
-    not drown their neighbours: 0.125 bits a value."""
+    """Values of more than 8 times their group's mean magnitude are stored separately, so that they
+    do not drown their neighbours: 0.125 bits a value."""
 
     def __post_init__(self) -> None:
         if self.scales == "dual":
@@ -238,7 +243,8 @@ class IntCodec(GroupedCodec):
 
 
 def fp8_in_software(codecs: Iterable[object]) -> str | None:
-    """Return a line for the log where this GPU has no instructions for the fp8 of some codecs, or None."""
+    """Return a line for the log where this GPU has no instructions for the fp8 of some codecs, or
+    None."""
     # Compute capability 8.9 (Ada) is the first with instructions that convert fp8.
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9):
         return None
@@ -249,6 +255,6 @@ def fp8_in_software(codecs: Iterable[object]) -> str | None:
     if not names:
         return None
     return (
-        f"{', '.join(names)}: {torch.cuda.get_device_name()} converts to fp8 in software; int8 sends as many "
-        "bytes with a quarter of the error on Gaussian values, and needs none of it"
+        f"{', '.join(names)}: {torch.cuda.get_device_name()} converts to fp8 in software; int8 "
+        "sends as many bytes with a quarter of the error on Gaussian values, and needs none of it"
     )

@@ -1,4 +1,5 @@
-"""No compression: the values themselves, as bytes. The control that tests everything around a codec."""
+"""No compression: the values themselves, as bytes. The control that tests everything around a
+codec."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from megatron.compression.codecs.registry import register_codec
 @register_codec("identity")
 @dataclass(frozen=True)
 class IdentityCodec(Codec):
-    """Sends fp32 values: exact for bf16, fp16 and fp32, and sums without an intermediate rounding."""
+    """Sends fp32 values: exact for bf16, fp16 and fp32, and sums without an intermediate
+    rounding."""
 
     def payload_bytes(self, shape: Shape) -> int:
         """Return four bytes a value."""

@@ -1,8 +1,8 @@
 """Lossless: exponents in fewer bits, every bit comes back.
 
-Whether values fit depends on them, and payloads have a size that is agreed beforehand: that which trained
-tensors need, with some room. A payload whose values did not fit overflows: its flag says so and it decodes to
-zeros. communication/overflow.py has what is sent then.
+Whether values fit depends on them, and payloads have a size that is agreed beforehand: that which
+trained tensors need, with some room. A payload whose values did not fit overflows: its flag says so
+and it decodes to zeros. communication/overflow.py has what is sent then.
 """
 
 import math
@@ -20,11 +20,12 @@ from taco_kernels.lossless import LosslessLayout
 @register_codec("lossless")
 @dataclass(frozen=True)
 class LosslessCodec(Codec):
-    """Every bit of bf16 and fp32 comes back: exponents in 3 bits, 11.4 bits a value of bf16, 27.4 of fp32."""
+    """Every bit of bf16 and fp32 comes back: exponents in 3 bits, 11.4 bits a value of bf16, 27.4
+    of fp32."""
 
     escapes: float = 0.07
-    """Share of values, in (0, 1], that there is room for outside the window of seven exponents (half a byte
-    each). Messages that have more overflow."""
+    """Share of values, in (0, 1], that there is room for outside the window of seven exponents
+    (half a byte each). Messages that have more overflow."""
 
     def __post_init__(self) -> None:
         # It refuses impossible shares of escapes.

@@ -15,12 +15,13 @@ from taco_kernels.sdp4bit import GroupFormat
 @register_codec("sdp4bit")
 @dataclass(frozen=True)
 class Sdp4bitCodec(Codec):
-    """SDP4Bit (arXiv 2410.15526): integers after a 32-point Hadamard transform, 8 bits inside a node and 4
-    between nodes. Sums stay in the transform's domain until the last one.
+    """SDP4Bit (arXiv 2410.15526): integers after a 32-point Hadamard transform, 8 bits inside a
+    node and 4 between nodes. Sums stay in the transform's domain until the last one.
     """
 
     intra: int = 8
-    """Bits inside a node (on one node: of all exchanges), and of the first exchange of two: 4 or 8."""
+    """Bits inside a node (on one node: of all exchanges), and of the first exchange of two: 4 or
+    8."""
 
     inter: int = 4
     """Bits between nodes, and of a collective's second exchange: 4 or 8."""

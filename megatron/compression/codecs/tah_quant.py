@@ -15,7 +15,8 @@ from taco_kernels.tah_quant import TahConfig, layout_of
 @register_codec("tah-quant")
 @dataclass(frozen=True)
 class TahQuantCodec(Codec):
-    """TAH-Quant (arXiv 2506.01352): tiles of activations in 3 and 4 bits by entropy; gradients in 6."""
+    """TAH-Quant (arXiv 2506.01352): tiles of activations in 3 and 4 bits by entropy; gradients in
+    6."""
 
     tile: int = 64
     """Consecutive channels that share a scale and a zero point: 32, 64 or 128."""
@@ -30,8 +31,8 @@ class TahQuantCodec(Codec):
     """Share of tokens (or tiles) that get the high bits, 0 to 1."""
 
     allocation: str = "token"
-    """What the entropy gives its bits to: token = whole tokens, inside each sequence (the paper's first
-    version); tile = tiles, inside each 256 consecutive ones (its second)."""
+    """What the entropy gives its bits to: token = whole tokens, inside each sequence (the paper's
+    first version); tile = tiles, inside each 256 consecutive ones (its second)."""
 
     def __post_init__(self) -> None:
         _ = self.config

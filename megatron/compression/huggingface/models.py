@@ -1,8 +1,9 @@
-"""Hugging Face models as Megatron flags: Qwen2.5 and Qwen3 by name, these and Llama 3 by config.json.
+"""Hugging Face models as Megatron flags: Qwen2.5 and Qwen3 by name, these and Llama 3 by
+config.json.
 
 Numbers from each base model's config.json (Qwen/Qwen2.5-*, Qwen/Qwen3-*). The norm's epsilon of
-Qwen2.5 14B, 32B and 72B is 1e-5 in the base models; their instruct versions have 1e-6. Qwen3 1.7B and 4B tie
-their embeddings, 8B and up do not.
+Qwen2.5 14B, 32B and 72B is 1e-5 in the base models; their instruct versions have 1e-6. Qwen3 1.7B
+and 4B tie their embeddings, 8B and up do not.
 """
 
 import argparse
@@ -143,7 +144,8 @@ def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str
 
     Args:
         model: the model.
-        tensor_parallel: ``--tensor-model-parallel-size``; the vocabulary is padded to a multiple of it.
+        tensor_parallel: ``--tensor-model-parallel-size``; the vocabulary is padded to a multiple of
+            it.
     """
     flags = {
         "--num-layers": model.layers,
@@ -163,8 +165,8 @@ def megatron_flags(model: DenseModel, tensor_parallel: int = 1) -> dict[str, str
         "--attention-dropout": 0.0,
         "--hidden-dropout": 0.0,
         "--init-method-std": model.init_std,
-        # The tokenizer has fewer tokens than the embedding has rows: without the padded size, Megatron would
-        # pad from the tokenizer's and the weights would not fit.
+        # The tokenizer has fewer tokens than the embedding has rows: without the padded size,
+        # Megatron would pad from the tokenizer's and the weights would not fit.
         "--vocab-size": model.vocabulary,
         "--padded-vocab-size": ceil_div(model.vocabulary, tensor_parallel) * tensor_parallel,
     }
@@ -195,8 +197,9 @@ def add_qwen_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     parser.add_argument_group("qwen").add_argument(
         "--qwen-model",
         metavar="MODEL",
-        help=f"A model: one of {', '.join(MODELS)} (qwen3-8b is 3-8b), or a folder with a Hugging Face "
-        "config.json. Sets Megatron's flags for that model; a flag that you give yourself wins.",
+        help=f"A model: one of {', '.join(MODELS)} (qwen3-8b is 3-8b), or a folder with a Hugging "
+        "Face config.json. Sets Megatron's flags for that model; a flag that you give yourself "
+        "wins.",
     )
     return parser
 
@@ -212,8 +215,8 @@ def find_model(name: str) -> DenseModel:
     if Path(name).is_dir():
         return model_from_config(read_config(name))
     raise InputError(
-        f"--qwen-model {name} is unknown; choose one of {', '.join(MODELS)}, or give a folder with a "
-        "Hugging Face config.json"
+        f"--qwen-model {name} is unknown; choose one of {', '.join(MODELS)}, or give a folder with "
+        "a Hugging Face config.json"
     )
 
 
@@ -297,8 +300,8 @@ def model_from_config(config: dict[str, Any]) -> DenseModel:
     """Return the model that a config.json describes, of transformers 4 or 5.
 
     Raises:
-        InputError: another model type, a setting that the model here does not have, or a value that makes
-            no sense; names the key.
+        InputError: another model type, a setting that the model here does not have, or a value that
+            makes no sense; names the key.
     """
     family = config.get("model_type")
     if family not in ("qwen2", "qwen3", "llama"):
@@ -341,8 +344,8 @@ def _head_dim(config: dict[str, Any], hidden: int, heads: int) -> int:
         return _whole_number(config, "head_dim")
     if hidden % heads:
         raise InputError(
-            f"config.json: hidden_size {hidden} must be a multiple of num_attention_heads {heads}, since "
-            "there is no head_dim"
+            f"config.json: hidden_size {hidden} must be a multiple of num_attention_heads {heads}, "
+            "since there is no head_dim"
         )
     return hidden // heads
 
@@ -359,7 +362,8 @@ def _rope_settings(config: dict[str, Any], family: str) -> tuple[int, float | No
     is_llama3 = family == "llama" and kind == "llama3" and LLAMA3_ROPE.items() <= rope.items()
     if kind != "default" and not is_llama3:
         raise InputError(
-            f"config.json: rope_type {kind!r} is not covered for {family}, only 'default' and Llama 3.1's"
+            f"config.json: rope_type {kind!r} is not covered for {family}, only 'default' and "
+            "Llama 3.1's"
         )
     # Qwen names its base; Llama's configs of transformers 4 may leave it at 10,000.
     theta_owner = rope if "rope_theta" in rope else config

@@ -1,8 +1,8 @@
 """The weights of a built model from and to Hugging Face files, in one process on CPUs.
 
-Megatron fuses projections. Rows of linear_qkv go by query group, so that a tensor-parallel rank gets whole
-groups: [q of group 0, k 0, v 0, q of group 1, k 1, v 1, ...]. Rows of linear_fc1 are the gate's, then the up
-projection's.
+Megatron fuses projections. Rows of linear_qkv go by query group, so that a tensor-parallel rank
+gets whole groups: [q of group 0, k 0, v 0, q of group 1, k 1, v 1, ...]. Rows of linear_fc1 are the
+gate's, then the up projection's.
 """
 
 from pathlib import Path
@@ -141,7 +141,8 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _rows_of_file(name: str, parameter: torch.Tensor, model: DenseModel) -> torch.Tensor:
-    """Return the rows of a parameter that files have: embeddings without the vocabulary's padding."""
+    """Return the rows of a parameter that files have: embeddings without the vocabulary's
+    padding."""
     return parameter if "layers" in name else parameter[: model.vocabulary]
 
 

@@ -32,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
             reports.append(load_report(directory))
         except (OSError, ValueError):
             print(
-                f"error: {directory} holds no readable {REPORT_FILE}; name the --compression-report "
-                "folder of a finished run",
+                f"error: {directory} holds no readable {REPORT_FILE}; name the "
+                "--compression-report folder of a finished run",
                 file=sys.stderr,
             )
             return 2

@@ -1,4 +1,5 @@
-"""The figures of a run: the log line and scalars of an interval, and the summary of a whole history."""
+"""The figures of a run: the log line and scalars of an interval, and the summary of a whole
+history."""
 
 import datetime
 import statistics
@@ -27,8 +28,8 @@ def log_line(
         between_nodes: ``{traffic: {"sent", "plain"}}`` of what is known to have crossed nodes.
 
     Returns:
-        Megabytes by traffic class, and for each dimension that compresses the ratio of uncompressed to
-        sent bytes.
+        Megabytes by traffic class, and for each dimension that compresses the ratio of uncompressed
+        to sent bytes.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
     line = f" [{now}] communication {iteration:8d}"
@@ -93,8 +94,9 @@ def dimension_total(per_iteration: dict[str, BytesByKind], prefix: str) -> tuple
 def summarize(report: dict) -> dict:
     """Return the summary of a report: time, memory, losses at both ends, bytes.
 
-    Bytes are those of one iteration of one GPU, the mean over all ranks and logged iterations. A training
-    loss is the mean of its log interval. Time is the median of the log intervals without the first one.
+    Bytes are those of one iteration of one GPU, the mean over all ranks and logged iterations. A
+    training loss is the mean of its log interval. Time is the median of the log intervals without
+    the first one.
     """
     training = training_rows(report)
     validation = evaluations(report, "valid")
@@ -173,7 +175,8 @@ def _pair(sent: float, uncompressed: float) -> dict[str, float]:
 
 
 def _median_time(training: list[dict]) -> float | None:
-    """Return milliseconds an iteration: the median of the intervals after the first, which warms up."""
+    """Return milliseconds an iteration: the median of the intervals after the first, which warms
+    up."""
     times = [
         row["milliseconds_per_iteration"] for row in training if "milliseconds_per_iteration" in row
     ]

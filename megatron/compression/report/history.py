@@ -1,4 +1,5 @@
-"""A run's report on disk: a history of log intervals and evaluations, and report.json of a finished run."""
+"""A run's report on disk: a history of log intervals and evaluations, and report.json of a finished
+run."""
 
 import json
 import math
@@ -52,7 +53,8 @@ def check_report_directory(directory: str | None, resuming: bool) -> None:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Return ``json.dumps(value, **options)``, with null for NaN and infinities, which JSON lacks."""
+    """Return ``json.dumps(value, **options)``, with null for NaN and infinities, which JSON
+    lacks."""
     return json.dumps(_without_infinities(value), allow_nan=False, **options)
 
 
@@ -132,7 +134,8 @@ class History:
 def read_history(path: Path) -> list[dict]:
     """Return the history's rows in order; where a resumed run repeated an iteration, its last row.
 
-    Lines that are no row are left out: a line that a killed run cut off, or what somebody else wrote.
+    Lines that are no row are left out: a line that a killed run cut off, or what somebody else
+    wrote.
     """
     if not path.exists():
         return []

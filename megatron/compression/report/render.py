@@ -1,4 +1,5 @@
-"""What people read of a finished run: report.md with its pictures, and the comparison of two runs."""
+"""What people read of a finished run: report.md with its pictures, and the comparison of two
+runs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ def _figures(summary: dict) -> list[str]:
     lines = []
     if summary[_TIME] is not None:
         lines += [
-            f"Time of an iteration: {summary[_TIME]:.1f} ms (median of the log intervals; the first one, "
-            "which warms up, is left out).",
+            f"Time of an iteration: {summary[_TIME]:.1f} ms (median of the log intervals; the "
+            "first one, which warms up, is left out).",
             "",
         ]
     for name, peak in summary["peak_memory_bytes"].items():
@@ -145,20 +146,20 @@ def _words(report: dict) -> list[str]:
         for reason in by_reason
     }
     lines = [
-        "- sent: bytes given to the backend, by the convention of nccl-tests (an all-reduce of n bytes "
-        "over W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send without a "
-        "codec. ratio: uncompressed / sent.",
-        "- training loss: the mean of a log interval. relative L2 error: |decoded - exact| / |exact| of "
-        "one encoding of what a site sends; samples: how often it was measured. ordinary values: those "
-        "of at most 8 times the mean magnitude of their 128; max/median: of the magnitudes, the largest "
-        "of all samples.",
+        "- sent: bytes given to the backend, by the convention of nccl-tests (an all-reduce of n "
+        "bytes over W ranks sends 2 (W-1)/W n). uncompressed: what the same operations would send "
+        "without a codec. ratio: uncompressed / sent.",
+        "- training loss: the mean of a log interval. relative L2 error: |decoded - exact| / "
+        "|exact| of one encoding of what a site sends; samples: how often it was measured. "
+        "ordinary values: those of at most 8 times the mean magnitude of their 128; max/median: of "
+        "the magnitudes, the largest of all samples.",
     ]
     lines += [f"- {name}: {TRAFFIC[name]}." for name in TRAFFIC if name in traffic]
     lines += [f"- {reason}: {KINDS[reason]}." for reason in KINDS if reason in reasons]
     report_bytes = f"{report.get('bytes_of_a_report', 0):,} bytes each log interval"
     lines.append(
-        f"- Not counted: this report's own all-reduce ({report_bytes}) and Megatron's scalar reductions "
-        "(logged loss, gradient norm, overflow checks)."
+        f"- Not counted: this report's own all-reduce ({report_bytes}) and Megatron's scalar "
+        "reductions (logged loss, gradient norm, overflow checks)."
     )
     return lines
 
@@ -269,7 +270,8 @@ def _span(losses: dict[int, float]) -> str:
 
 
 def different_settings(baseline: dict, run: dict) -> list[str]:
-    """Return ``name: of the baseline -> of the run`` for every setting that the two runs do not share.
+    """Return ``name: of the baseline -> of the run`` for every setting that the two runs do not
+    share.
 
     A setting is called as a user types it: by its flag or environment variable.
     """
@@ -283,7 +285,8 @@ def different_settings(baseline: dict, run: dict) -> list[str]:
 
 
 def _typed_name(path: str) -> str:
-    """Return what a user types for a setting's path in ``settings``: its flag or environment variable."""
+    """Return what a user types for a setting's path in ``settings``: its flag or environment
+    variable."""
     part, _, name = path.partition(".")
     if part == "compression":
         return FLAG_NAMES.of(name)

@@ -1,4 +1,5 @@
-"""Follows a run: makes the log line, scalars and history out of the ledger, and the report at the end."""
+"""Follows a run: makes the log line, scalars and history out of the ledger, and the report at the
+end."""
 
 import resource
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from megatron.compression.report.render import write_report
 class Reporter:
     """Called after Megatron's ``training_log`` and around its ``evaluate``, on every rank.
 
-    Bytes are averages over all ranks: what one GPU sends in one iteration. What cannot be written (a full
-    disk, a folder that was removed, a tracker that is gone) is said once and never ends the run.
+    Bytes are averages over all ranks: what one GPU sends in one iteration. What cannot be written
+    (a full disk, a folder that was removed, a tracker that is gone) is said once and never ends the
+    run.
 
     Args:
         ledger: counts the bytes of the run.
@@ -29,7 +31,8 @@ class Reporter:
         directory: the report's folder; None writes no report.
         train_iters: asked when a line is printed (``--train-samples`` leaves it open at the start).
         track: writes scalars to the run's trackers, at an iteration.
-        small_hint: the flag and its value that leave small messages uncompressed, named once where some are.
+        small_hint: the flag and its value that leave small messages uncompressed, named once where
+            some are.
         clock: seconds spent in training iterations, read at log intervals.
     """
 
@@ -68,11 +71,13 @@ class Reporter:
         self._topics_said: set[str] = set()
 
     def on_training_log(self, iteration: int, losses: dict[str, torch.Tensor]) -> None:
-        """Count one iteration; at the log interval, print and store what was sent since the last one.
+        """Count one iteration; at the log interval, print and store what was sent since the last
+        one.
 
         Args:
             iteration: counted from 1.
-            losses: scalars by name, on the last pipeline stage; empty elsewhere and for skipped iterations.
+            losses: scalars by name, on the last pipeline stage; empty elsewhere and for skipped
+                iterations.
         """
         self._iterations_since_log += 1
         self._last_iteration = iteration
@@ -123,7 +128,8 @@ class Reporter:
         self.ledger.evaluating = True
 
     def after_evaluate(self, losses: dict[str, torch.Tensor] | None) -> None:
-        """Store an evaluation's losses (on the last rank; None: it failed) and count training again."""
+        """Store an evaluation's losses (on the last rank; None: it failed) and count training
+        again."""
         self.ledger.evaluating = False
         if losses and _is_last_rank():
             values = {name: float(value) for name, value in losses.items()}
@@ -132,7 +138,8 @@ class Reporter:
             )
 
     def finish(self) -> None:
-        """Gather every rank's ledger, errors and memory on the last rank and write the report there.
+        """Gather every rank's ledger, errors and memory on the last rank and write the report
+        there.
 
         Collective over all ranks of the job.
         """
@@ -171,7 +178,8 @@ class Reporter:
         """Return the mean over the ranks of the bytes of an iteration since the last line.
 
         Returns:
-            Pairs of bytes by traffic and kind; by traffic, what of them is known to have crossed nodes.
+            Pairs of bytes by traffic and kind; by traffic, what of them is known to have crossed
+            nodes.
         """
         # The ledger counts from the start of the run, so what was logged before is taken off. fp64
         # holds the sum over ranks exactly up to 2^53 bytes.
@@ -190,8 +198,8 @@ class Reporter:
         if small:
             self._say_once(
                 "small",
-                f"{small / MB:.3f} MB per iteration and GPU go uncompressed: these messages are under "
-                f"{self.small_hint}",
+                f"{small / MB:.3f} MB per iteration and GPU go uncompressed: these messages are "
+                f"under {self.small_hint}",
             )
 
     def _append(self, row: dict) -> None:
@@ -277,8 +285,8 @@ def _mean_errors(rows: list[dict]) -> list[dict]:
 def peak_memory() -> dict[str, int]:
     """Return this rank's memory in bytes.
 
-    On a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what every process together
-    has taken on the device now; elsewhere ``resident``, the peak of the process.
+    On a GPU ``allocated``, the peak of torch's allocator, and ``device_used``, what every process
+    together has taken on the device now; elsewhere ``resident``, the peak of the process.
     """
     if not torch.cuda.is_available():
         return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
@@ -312,8 +320,8 @@ def megatron_track(scalars: dict[str, float], iteration: int) -> None:
 def megatron_seconds() -> float:
     """Return the seconds spent in training iterations so far, without evaluation and saving.
 
-    Megatron takes its "elapsed time per iteration" from the same timer. The value is current right after
-    ``training_log`` at a log interval.
+    Megatron takes its "elapsed time per iteration" from the same timer. The value is current right
+    after ``training_log`` at a log interval.
     """
     from megatron.training import get_timers
 

@@ -19,7 +19,8 @@ SPARSEST = 0.98
 """Sparsities between which the sketch is smaller than the gradients and larger than its index."""
 WARMUP_SHARE = 0.2
 LONGEST_WARMUP = 1000
-"""Iterations whose gradients go uncompressed first, of --train-iters, and their most. Not of the paper."""
+"""Iterations whose gradients go uncompressed first, of --train-iters, and their most. Not of the
+paper."""
 BITS = {"packed": (8, 16), "sketch": (16, 32)}
 """By wire."""
 
@@ -27,31 +28,33 @@ BITS = {"packed": (8, 16), "sketch": (16, 32)}
 @register_gradient_compressor("tagc")
 @dataclass(frozen=True)
 class Tagc(GradientCompressor):
-    """TAGC (arXiv 2504.05638): the largest gradients only; the others are added to the next iteration's."""
+    """TAGC (arXiv 2504.05638): the largest gradients only; the others are added to the next
+    iteration's."""
 
     sparsity: float = 0.8
-    """Share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the smallest."""
+    """Share of its gradients that a rank leaves out of an iteration, from 0.5 to 0.98: the
+    smallest."""
 
     wire: str = "packed"
-    """How the values are sent: packed = end to end with a bitmap, exact at any density and a third of the
-    sketch's bytes at 0.8 and 4 ranks; sketch = the paper's, whose sums need no decoding."""
+    """How the values are sent: packed = end to end with a bitmap, exact at any density and a third
+    of the sketch's bytes at 0.8 and 4 ranks; sketch = the paper's, whose sums need no decoding."""
 
     layers: str = "mlp+embedding"
-    """Weight matrices whose gradients are compressed: mlp, embedding (with the output layer), attention,
-    joined by +, or all. The others go uncompressed, and so do biases and norms."""
+    """Weight matrices whose gradients are compressed: mlp, embedding (with the output layer),
+    attention, joined by +, or all. The others go uncompressed, and so do biases and norms."""
 
     bits: int = 16
-    """Bits of a packed value (8, 16) or of a cell of the sketch (16, 32): precision of what is sent,
-    counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. The memory keeps what
-    rounding loses."""
+    """Bits of a packed value (8, 16) or of a cell of the sketch (16, 32): precision of what is
+    sent, counted from the largest of 1024 neighbours, less log2 of the ranks in a sketch. The
+    memory keeps what rounding loses."""
 
     has_memory = True
 
     def __post_init__(self) -> None:
         if not DENSEST <= self.sparsity <= SPARSEST:
             raise ValueError(
-                f"sparsity={self.sparsity} must lie in [{DENSEST}, {SPARSEST}]: denser gradients are larger "
-                "as a sketch than as they are, sparser ones are nearly all index"
+                f"sparsity={self.sparsity} must lie in [{DENSEST}, {SPARSEST}]: denser gradients "
+                "are larger as a sketch than as they are, sparser ones are nearly all index"
             )
         if self.wire not in BITS:
             raise ValueError(f"wire={self.wire} must be packed or sketch")
@@ -75,7 +78,8 @@ class Tagc(GradientCompressor):
     def sketch(self, bucket: GradientBucket) -> SketchConfig:
         """Return sketches with room for the union of the ranks' choices, were they independent.
 
-        That is 1.3 values a cell for 4 ranks at 0.8. Ranks that choose less alike agree on sending fewer.
+        That is 1.3 values a cell for 4 ranks at 0.8. Ranks that choose less alike agree on sending
+        fewer.
 
         Raises:
             CompressionConfigError: the sketches would be larger than the gradients.
@@ -101,6 +105,6 @@ class Tagc(GradientCompressor):
         else:
             sent = f"packed, {self.bits} bits each"
         return (
-            f"each rank leaves out {self.sparsity:g} of its gradients of {layers} for the next iteration; "
-            f"the others are {sent}"
+            f"each rank leaves out {self.sparsity:g} of its gradients of {layers} for the next "
+            f"iteration; the others are {sent}"
         )

@@ -1,9 +1,11 @@
-"""Shares of a gradient bucket: which values TAGC compresses, who owns them, how they are encoded and summed.
+"""Shares of a gradient bucket: which values TAGC compresses, who owns them, how they are encoded
+and summed.
 
-Layer-selective compression (TAGC, arXiv 2504.05638): the weight matrices of MLPs and the embeddings are most
-of a model and bear sparse gradients well; attention's matrices go uncompressed unless asked for, and so do
-vectors (norms, biases) always. Shares of one size make a part, which has a memory: what it leaves out of an
-iteration, by choice or by rounding, it adds to the next one's gradients, in fp32.
+Layer-selective compression (TAGC, arXiv 2504.05638): the weight matrices of MLPs and the embeddings
+are most of a model and bear sparse gradients well; attention's matrices go uncompressed unless
+asked for, and so do vectors (norms, biases) always. Shares of one size make a part, which has a
+memory: what it leaves out of an iteration, by choice or by rounding, it adds to the next one's
+gradients, in fp32.
 """
 
 from collections.abc import Iterable
@@ -52,8 +54,8 @@ def parse_layers(text: str) -> frozenset[str]:
     unknown = sorted(names - set(LAYERS))
     if unknown:
         raise ValueError(
-            f"layers={text}: {', '.join(map(repr, unknown))} is unknown; give {', '.join(LAYERS)}, joined by "
-            "+, or all"
+            f"layers={text}: {', '.join(map(repr, unknown))} is unknown; give {', '.join(LAYERS)}, "
+            "joined by +, or all"
         )
     return names
 
@@ -89,8 +91,9 @@ def numel_of(segments: Iterable[Segment]) -> int:
 def shares_of(bucket: GradientBucket, layers: frozenset[str]) -> list[Share]:
     """Cut a bucket into shares, one for each rank.
 
-    With the distributed optimizer a rank's share is its shard. Without it the compressed segments are joined
-    and cut into equal pieces, and the first owner stands for all exact ones, which are all-reduced:
+    With the distributed optimizer a rank's share is its shard. Without it the compressed segments
+    are joined and cut into equal pieces, and the first owner stands for all exact ones, which are
+    all-reduced:
 
         bucket          | C  | E | C      | E |        C compressed, E exact
         sharded         | rank 0    | rank 1  |
@@ -188,7 +191,8 @@ class Part:
         """Take gradients ``[owners, numel]`` of any float type, and add the memory to them.
 
         Returns:
-            Metadata uint8 ``[owners, n]``, to be maximised over the ranks; None: there is nothing to agree on.
+            Metadata uint8 ``[owners, n]``, to be maximised over the ranks; None: there is nothing
+            to agree on.
         """
         self.values = self.memory + values
         return None
@@ -222,8 +226,8 @@ class Part:
         raise NotImplementedError
 
     def _remember(self, left_out: torch.Tensor, exponents: torch.Tensor) -> None:
-        """Remember what was left out, unless an exponent says that the step is skipped for a NaN or an
-        infinity."""
+        """Remember what was left out, unless an exponent says that the step is skipped for a NaN or
+        an infinity."""
         # Decided on the device. The gradients of a skipped step are lost, as without compression.
         is_skipped = (exponents == NON_FINITE).any()
         self.memory = torch.where(is_skipped, self.memory, left_out)
@@ -292,7 +296,8 @@ class SketchPart(Part):
 
 
 class BitmapPart(Part):
-    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed again."""
+    """Values end to end and a bitmap: fewer bytes, but every sum on the way is decoded and packed
+    again."""
 
     def __init__(
         self,
@@ -336,7 +341,8 @@ class BitmapPart(Part):
         """Return a sum's wire, as ``Part.add_up``; what it leaves out, this rank remembers."""
         total = bitmap_sparse.decode_sum(wires, self.layouts[ranks])[None]
         layout = self.layouts[ranks_after]
-        # zero where the union has room, else the least that has: ranks may choose less alike than by chance
+        # zero where the union has room, else the least that has: ranks may choose less alike than
+        # by chance
         threshold = share_threshold(total, layout.share)
         wire = bitmap_sparse.encode(total, threshold, layout, total)
         row = self.memory[self.owners.index(owner)]

@@ -2,15 +2,16 @@
 
 Source: TAGC (arXiv 2504.05638) over LHC (arXiv 2402.07529). A reduction takes two exchanges:
 
-1. Metadata of sketches: the exponents that fix a common grid, and classes of sampled magnitudes. By their
-   maximum all ranks choose the same share of their largest values, one whose union fits the sketch
-   (taco_kernels.count_sketch.selection).
-2. Payloads, each to the owner of its share, which adds them up. What is not sent, by choice or by rounding,
-   is remembered.
+1. Metadata of sketches: the exponents that fix a common grid, and classes of sampled magnitudes. By
+   their maximum all ranks choose the same share of their largest values, one whose union fits the
+   sketch (taco_kernels.count_sketch.selection).
+2. Payloads, each to the owner of its share, which adds them up. What is not sent, by choice or by
+   rounding, is remembered.
 
 Without the distributed optimizer a third exchange gathers the sums: the same bits everywhere.
 
-A payload is what one rank sends to one owner. Its parts lie end to end, each a multiple of ALIGNMENT bytes:
+A payload is what one rank sends to one owner. Its parts lie end to end, each a multiple of
+ALIGNMENT bytes:
 
     | exact values, padded | wire of the compressed values |
       none without the       none where nothing of the
@@ -89,8 +90,8 @@ class TagcGradientSync(GradientSync):
         """Give the parts their gradients, and start to agree on what is chosen.
 
         Returns:
-            The metadata of each part, None where it needs none; and the all-reduce that maximises them in
-            place, of all parts together, or None.
+            The metadata of each part, None where it needs none; and the all-reduce that maximises
+            them in place, of all parts together, or None.
         """
         metadata: list[Tensor | None] = []
         for part in self.parts:
@@ -131,8 +132,8 @@ class TagcGradientSync(GradientSync):
     def _inside_node(self, flat: Tensor, payloads: list[Tensor], exact_bytes: list[int]) -> Work:
         """Sum inside the node first: a sum is less between nodes than all that is in it.
 
-        Each rank of the node is given what goes to the ranks with its index, on every node. A sum of sketches
-        is as large as one of them, a sum of packed values as their union.
+        Each rank of the node is given what goes to the ranks with its index, on every node. A sum
+        of sketches is as large as one of them, a sum of packed values as their union.
 
         Args:
             flat: ``[numel]``, the gradients, where the sum goes.
@@ -177,7 +178,8 @@ class TagcGradientSync(GradientSync):
     def _node_sum(
         self, rows: Tensor, owner: int, exact_bytes: int, flat: Tensor
     ) -> tuple[Tensor, int]:
-        """Add up one owner's payloads of a node, as ``joined_payload``; exact values are fp32 from here on.
+        """Add up one owner's payloads of a node, as ``joined_payload``; exact values are fp32 from
+        here on.
 
         Args:
             rows: uint8 ``[local, bytes]``, a payload from each rank of the node.
@@ -254,7 +256,8 @@ class TagcGradientSync(GradientSync):
 def start_to_owners(
     payloads: list[Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
 ) -> tuple[Tensor, Work | dist.Work]:
-    """Start sending every rank of a group its payload, counted: what is compressed, and what is not.
+    """Start sending every rank of a group its payload, counted: what is compressed, and what is
+    not.
 
     Args:
         payloads: uint8, by rank of the group; sizes are multiples of ALIGNMENT and may differ.
@@ -327,7 +330,8 @@ def gathered(flat: Tensor, segments: tuple[Segment, ...]) -> Tensor:
 
 
 def rows_of(flat: Tensor, segments: list[tuple[Segment, ...]]) -> Tensor:
-    """Return ``[rows, n]``: each row's segments end to end; a view if they lie side by side in ``flat``."""
+    """Return ``[rows, n]``: each row's segments end to end; a view if they lie side by side in
+    ``flat``."""
     first = segments[0][0][0]
     size = numel_of(segments[0])
     side_by_side = all(
