@@ -1,4 +1,4 @@
-"""What a rank of pretrain_gpt.py held at its end: losses at full precision, parameters and the ledger."""
+"""The state of a pretrain_gpt.py rank at its end: exact losses, parameters and the ledger."""
 
 import hashlib
 import os
@@ -12,26 +12,35 @@ from tests.distributed.server import run_script
 
 @dataclass
 class RankResult:
-    """What one rank held when its run had ended."""
+    """The state of one rank when its run had ended."""
 
     losses: dict[int, float] = field(default_factory=dict)
     """Training loss by iteration; empty but on the last pipeline stage."""
     validation: list[float] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
-    """Hashes of the bits by global name."""
+    """Hashes of the bits, by global name."""
     replicated: set[str] = field(default_factory=set)
     """Parameters that all tensor-parallel ranks hold in whole."""
     ledger: list[dict] = field(default_factory=list)
-    place: tuple[int, int] = (0, 0)
+    stage_and_tensor_rank: tuple[int, int] = (0, 0)
     """(pipeline rank, tensor rank)."""
     coordinates: dict[str, int] = field(default_factory=dict)
     """This rank in each dimension of the mesh: pipeline, tensor, data, expert, expert tensor."""
     cut: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Dimensions whose ranks hold other values of a parameter; ranks that differ in others hold copies."""
+    """Dimensions of the mesh whose ranks hold different values of a parameter, by its name.
+
+    Ranks that differ in no such dimension hold copies.
+    """
 
 
 def run_and_keep(script: str, arguments: list[str], results: Path) -> None:
-    """Run a script and write its RankResult into the folder ``results``, by rank."""
+    """Run a script and write its RankResult into a folder.
+
+    Args:
+        script: path relative to the repository.
+        arguments: the script's command line.
+        results: the folder; the file's name is the rank.
+    """
     result, finish = _capture()
     run_script(script, arguments)
     finish()
@@ -39,23 +48,26 @@ def run_and_keep(script: str, arguments: list[str], results: Path) -> None:
 
 
 def _capture() -> tuple[RankResult, Callable[[], None]]:
-    """Keep hold of the run's model and ledger, and note the losses as they are logged.
+    """Watch the run that follows: its model, its ledger, and the losses as they are logged.
 
     Returns:
-        What is being filled, and a function that fills in the rest after the run.
+        The result that the run fills, and a function that fills in the rest after the run.
     """
     from megatron.core import parallel_state
 
     from megatron.compression.report import Reporter
     from megatron.compression.session import Session
 
-    result, held = RankResult(), {}
+    result = RankResult()
+    chunks_of_run = []
+    ledgers = []
     attach_model = Session.attach_model
-    on_training_log, after_evaluate = Reporter.on_training_log, Reporter.after_evaluate
+    on_training_log = Reporter.on_training_log
+    after_evaluate = Reporter.after_evaluate
 
     def attaching(self, chunks):
-        held.setdefault("chunks", []).extend(chunks)
-        held["ledger"] = self.ledger
+        chunks_of_run.extend(chunks)
+        ledgers.append(self.ledger)
         result.coordinates = {
             "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
             "tensor": parallel_state.get_tensor_model_parallel_rank(),
@@ -63,7 +75,10 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
             "expert": parallel_state.get_expert_model_parallel_rank(),
             "expert tensor": parallel_state.get_expert_tensor_parallel_rank(),
         }
-        result.place = (result.coordinates["pipeline"], result.coordinates["tensor"])
+        result.stage_and_tensor_rank = (
+            result.coordinates["pipeline"],
+            result.coordinates["tensor"],
+        )
         return attach_model(self, chunks)
 
     def logging(self, iteration, losses):
@@ -77,11 +92,12 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
         after_evaluate(self, losses)
 
     Session.attach_model = attaching
-    Reporter.on_training_log, Reporter.after_evaluate = logging, evaluated
+    Reporter.on_training_log = logging
+    Reporter.after_evaluate = evaluated
 
     def finish() -> None:
-        result.ledger = held["ledger"].rows()
-        for number, chunk in enumerate(held["chunks"]):
+        result.ledger = ledgers[-1].rows()
+        for number, chunk in enumerate(chunks_of_run):
             for name, parameter in chunk.named_parameters():
                 name = f"{number}.{name}"
                 is_shard = hasattr(parameter, "to_local")  # FSDP2's
@@ -96,7 +112,7 @@ def _capture() -> tuple[RankResult, Callable[[], None]]:
 
 
 def _cut(parameter, is_shard: bool) -> tuple[str, ...]:
-    """The dimensions of the mesh over which a parameter is cut, or of which each rank has its own."""
+    """Return the dimensions of the mesh whose ranks hold different values of a parameter."""
     is_expert = not getattr(parameter, "allreduce", True)
     cut = ["pipeline"]
     if is_expert:

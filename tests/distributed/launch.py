@@ -1,10 +1,12 @@
-"""Starts training runs in processes of their own, as torchrun would: what they print, what their ranks hold.
+"""Starts training runs in processes of their own, as torchrun would.
+
+The caller gets what they print and what their ranks hold at the end.
 
     run = pretrain(*tiny_flags("--tensor-model-parallel-size", "2"), ranks=2)
     run.losses, run.ranks[0].parameters, run.output
 
-`start` sets the variables that torchrun sets and forks the ranks from server.py, which spares torchrun's
-start-up (3 s) and each rank's (6 s); `torchrun` is the real one.
+`start` sets the variables that torchrun sets and forks the ranks from server.py, which spares
+torchrun's start-up (3 s) and each rank's (6 s); `torchrun` is the real one.
 """
 
 import contextlib
@@ -29,15 +31,16 @@ from tests.distributed.forked import RankResult, run_and_keep
 from tests.distributed.server import REPO, Forked, rank_environment, run_script
 
 # A model of 2 layers on made-up data, on CPU: 20 to 60 ms for a micro-batch.
-TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2
-    --max-position-embeddings 32 --global-batch-size 4 --train-iters 4 --lr 1e-3 --lr-decay-style constant
-    --clip-grad 1.0 --weight-decay 0.1 --vocab-size 127 --tokenizer-type NullTokenizer --num-workers 0
+TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 4
+    --lr 1e-3 --lr-decay-style constant --clip-grad 1.0 --weight-decay 0.1
+    --vocab-size 127 --tokenizer-type NullTokenizer --num-workers 0
     --make-vocab-size-divisible-by 128 --log-interval 1 --eval-iters 0 --eval-interval 1000
     --distributed-timeout-minutes 2"""
 
 START_FAST = Path(__file__).parent / "start_fast"
 UNKNOWN = "that the ledger does not know"
-"""What the audit of a run's first iteration says of bytes that nobody has counted."""
+"""The words of the audit of a run's first iteration for bytes that nobody has counted."""
 NONE_SKIPPED = "number of skipped iterations:   0 | number of nan iterations:   0"
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
@@ -51,7 +54,7 @@ class Run:
     output: str
     """Standard output and error of all ranks, interleaved."""
     ranks: list[RankResult] = field(default_factory=list)
-    """Of ``pretrain``, by rank; empty where the run failed."""
+    """Results of ``pretrain`` by rank; empty where the run failed."""
 
     @property
     def losses(self) -> dict[int, float]:
@@ -69,12 +72,16 @@ class Run:
         return [line for line in self.output.splitlines() if line.startswith("error: ")]
 
     def log(self, field_name: str) -> dict[int, float]:
-        """{iteration: value} of a field of Megatron's log line, such as "lm loss" or "grad norm"."""
+        """Return {iteration: value} of a field of Megatron's log line.
+
+        Args:
+            field_name: such as "lm loss" or "grad norm".
+        """
         values = {}
         for iteration, line in _ITERATION.findall(self.output):
-            found = re.search(rf"{re.escape(field_name)}: ([-+.0-9Enaif]+)", line)
-            if found:
-                values[int(iteration)] = float(found.group(1))
+            match = re.search(rf"{re.escape(field_name)}: ([-+.0-9Enaif]+)", line)
+            if match:
+                values[int(iteration)] = float(match.group(1))
         return values
 
 
@@ -96,7 +103,11 @@ class Started:
             self.lines.append(line)
 
     def wait_for(self, text: str, timeout: float) -> None:
-        """Block until some rank has printed `text`. Raises: AssertionError after `timeout` seconds."""
+        """Block until some rank has printed `text`.
+
+        Raises:
+            AssertionError: `timeout` seconds have passed, or every rank has ended before it.
+        """
         deadline = time.monotonic() + timeout
         while not any(text in line for line in list(self.lines)):
             alive = any(process.poll() is None for process in self.processes)
@@ -106,11 +117,17 @@ class Started:
             time.sleep(0.05)
 
     def finish(self, timeout: float, grace: float = 1.0) -> Run:
-        """Wait for the end. When one rank fails the others get `grace` seconds, as under torchrun.
+        """Wait for the end of all ranks.
 
-        Raises: AssertionError after `timeout` seconds, with the output's end.
+        Args:
+            timeout: seconds for the whole run.
+            grace: seconds that the other ranks get when one has failed, as under torchrun.
+
+        Raises:
+            AssertionError: the run has not ended in time; the message holds its last lines.
         """
-        deadline, failing = time.monotonic() + timeout, False
+        deadline = time.monotonic() + timeout
+        failing = False
         try:
             while True:
                 codes = [process.poll() for process in self.processes]
@@ -128,10 +145,10 @@ class Started:
         finally:
             self.kill()
         codes = [process.returncode for process in self.processes]
-        failed = next(
-            (code for code in codes if code and code > 0), next((c for c in codes if c), 0)
-        )
-        return Run(failed, "".join(self.lines))
+        failures = [code for code in codes if code]
+        # A rank that fails by itself has a positive status; its peers are killed: negative ones.
+        failures.sort(key=lambda code: code < 0)
+        return Run(failures[0] if failures else 0, "".join(self.lines))
 
     def kill(self) -> None:
         """End every process of this run, and what they started."""
@@ -150,7 +167,8 @@ class Started:
 def free_port() -> int:
     """A TCP port that nothing listens on at this moment.
 
-    It lies below those that the system gives to connections: gloo opens dozens while another run starts.
+    It lies below those that the system gives to connections (gloo opens dozens of them while
+    another run starts).
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
@@ -164,9 +182,13 @@ def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
 
     Args:
         transformers: leave the installed transformers importable (Hugging Face tokenizers).
+        extra: further variables by name.
     """
-    path = [str(REPO)] if transformers else [str(START_FAST), str(REPO)]
-    path += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    path = [str(REPO)]
+    if not transformers:
+        path.insert(0, str(START_FAST))
+    if os.environ.get("PYTHONPATH"):
+        path.append(os.environ["PYTHONPATH"])
     settings = {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -176,23 +198,36 @@ def environment(transformers: bool = False, **extra: str) -> dict[str, str]:
 
 
 def _fork(ranks: int, env: dict[str, str], body: Callable, *arguments) -> Started:
-    """`body(*arguments)` in `ranks` ranks on this host."""
-    started, port = Started([]), free_port()
+    """Start `body(*arguments)` in `ranks` ranks on this host."""
+    started = Started([])
+    port = free_port()
     for rank in range(ranks):
-        started.processes.append(
-            Forked(rank_environment(rank, ranks, port) | env, body, *arguments)
-        )
-        started.read(started.processes[-1])
+        process = Forked(rank_environment(rank, ranks, port) | env, body, *arguments)
+        started.processes.append(process)
+        started.read(process)
     return started
 
 
 def start(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
-    """Start `script` (relative to the repository) in `processes` ranks on this host."""
+    """Start a script in ranks on this host.
+
+    Args:
+        script: path relative to the repository.
+        arguments: the script's command line.
+        processes: number of ranks.
+        env: further environment variables.
+    """
     return _fork(processes, env, run_script, script, list(arguments))
 
 
 def launched(words: list, env: dict[str, str], folder: Path = REPO) -> Started:
-    """Start a command in ``folder``, with this environment and no other."""
+    """Start a command with this environment and no other.
+
+    Args:
+        words: the command and its arguments.
+        env: every environment variable of the process.
+        folder: its working directory.
+    """
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     started = Started([subprocess.Popen(words, env=env, cwd=folder, **pipes)])
     started.read(started.processes[0])
@@ -200,7 +235,14 @@ def launched(words: list, env: dict[str, str], folder: Path = REPO) -> Started:
 
 
 def torchrun(script: str, *arguments: str, processes: int = 1, **env: str) -> Started:
-    """Start `script` under torchrun itself."""
+    """Start a script under torchrun itself.
+
+    Args:
+        script: path relative to the repository.
+        arguments: the script's command line.
+        processes: number of ranks.
+        env: further environment variables.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words = [*launcher, f"--nproc-per-node={processes}", script, *arguments]
     return launched(words, environment(**env))
@@ -213,11 +255,12 @@ def tiny_flags(*flags: str, **replaced: str) -> list[str]:
         flags: added at the end, as a user writes them.
         replaced: values of TINY by flag name, e.g. train_iters="8".
     """
-    changes = [
-        word for name, value in replaced.items() for word in (f"--{name.replace('_', '-')}", value)
-    ]
-    data = [] if any(flag.endswith("data-path") for flag in flags) else ["--mock-data"]
-    return [*TINY.split(), *changes, *data, *flags]
+    changes = []
+    for name, value in replaced.items():
+        changes += [f"--{name.replace('_', '-')}", value]
+    if not any(flag.endswith("data-path") for flag in flags):
+        changes.append("--mock-data")
+    return [*TINY.split(), *changes, *flags]
 
 
 def pretrain(
@@ -229,18 +272,24 @@ def pretrain(
     through: str | None = None,
     env: dict[str, str] | None = None,
 ) -> Run:
-    """Run ``script flags`` to its end, with what its ranks held there.
+    """Run ``script flags`` to its end and return it with what its ranks held there.
 
     Args:
+        flags: the entrypoint's command line.
+        ranks: number of ranks on this host.
         timeout: seconds, after which the ranks are killed and the test fails.
         check: require that the run succeeds.
         script: the entrypoint, relative to the repository.
         through: a script that is given the entrypoint as its first argument, in place of it.
         env: further environment variables.
     """
-    first, *words = [script, *flags] if through is None else [through, script, *flags]
+    if through is None:
+        command = [script, *flags]
+    else:
+        command = [through, script, *flags]
     with tempfile.TemporaryDirectory(prefix="megatron-taco-") as folder:
-        run = _fork(ranks, env or {}, run_and_keep, first, words, Path(folder)).finish(timeout)
+        started = _fork(ranks, env or {}, run_and_keep, command[0], command[1:], Path(folder))
+        run = started.finish(timeout)
         files = [Path(folder, str(rank)) for rank in range(ranks)]
         if all(file.exists() for file in files):
             run.ranks = [pickle.loads(file.read_bytes()) for file in files]
@@ -250,7 +299,7 @@ def pretrain(
 
 
 def go_back_to(iteration: int, saved: Path) -> None:
-    """Let a run that loads from a folder of checkpoints find none after this iteration."""
+    """Delete the checkpoints after an iteration: a run that loads from the folder resumes there."""
     for folder in saved.glob("iter_*"):
         if int(folder.name.removeprefix("iter_")) > iteration:
             shutil.rmtree(folder)

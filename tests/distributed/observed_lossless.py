@@ -1,9 +1,9 @@
-"""pretrain_gpt.py with values that no lossless payload fits in the second iteration, and what is seen of it.
+"""pretrain_gpt.py whose second iteration has values that no lossless payload fits.
 
-The environment variable POISON is a rank and what is poisoned there: of the first layer's last GEMM the input
-or the gradient of the weights. In the end a rank prints "observed" and JSON: passes of that layer in training
-by iteration, and how often ranks have asked for overflows before they sent activations or gradients, by phase
-and iteration.
+The environment variable POISON is a rank and what is poisoned on it: of the first layer's last GEMM
+the input or the gradient of the weights. In the end a rank prints "observed" and JSON: passes of
+that layer in training by iteration, and how often ranks have asked for overflows before they sent
+activations or gradients, by phase and iteration.
 """
 
 import json
@@ -15,8 +15,11 @@ from pathlib import Path
 
 import torch
 
+POISONED_ITERATION = 2
+
 
 def main() -> None:
+    """Install the observers, then be pretrain_gpt.py."""
     from megatron.compression.frontends import megatron_lm
 
     megatron_lm.prepare()
@@ -27,30 +30,43 @@ def main() -> None:
     from megatron.compression.data_parallel import weights
     from megatron.compression.session import Session
 
-    passes, asked = Counter(), Counter()
+    passes = Counter()
+    asked = Counter()
     rank, _, poisoned = os.environ.get("POISON", "").partition(" ")
-    poisoned = poisoned if rank == os.environ["RANK"] else ""
-    any_rank, attach_wrapped = TorchTransport.any_rank, Session.attach_wrapped
+    if rank != os.environ["RANK"]:
+        poisoned = ""
+    any_rank = TorchTransport.any_rank
+    attach_wrapped = Session.attach_wrapped
     training = None
 
     def iteration() -> int:
         return getattr(get_args(), "curr_iteration", 0) + 1
 
     def ask(self, flag) -> bool:
+        # Questions about gathered weights are not counted.
         if sys._getframe(1).f_code.co_filename != weights.__file__:
-            asked[f"{'training' if training.training else 'evaluation'} {iteration()}"] += 1
+            phase = "training" if training.training else "evaluation"
+            asked[f"{phase} {iteration()}"] += 1
         return any_rank(self, flag)
 
     def scattered(x: torch.Tensor) -> torch.Tensor:
-        """With exponents of their own along the first two dimensions."""
+        """Give every vector along the last dimensions an exponent of its own."""
         exponents = torch.randint(-20, 21, x.shape[:2], generator=torch.Generator().manual_seed(1))
-        return x * torch.exp2(exponents.float()).to(x).view(*x.shape[:2], *[1] * (x.dim() - 2))
+        factors = torch.exp2(exponents.float()).to(x)
+        while factors.dim() < x.dim():
+            factors = factors.unsqueeze(-1)
+        return x * factors
 
     def before(module, inputs):
         if module.training:
             passes[iteration()] += 1
-        if iteration() == 2 and poisoned == "input":
+        if iteration() == POISONED_ITERATION and poisoned == "input":
             return scattered(inputs[0]), *inputs[1:]
+
+    def poison_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        if iteration() == POISONED_ITERATION:
+            return scattered(gradient)
+        return gradient
 
     def attach(self, chunks):
         nonlocal training
@@ -60,12 +76,11 @@ def main() -> None:
                 if name.endswith("decoder.layers.0.mlp.linear_fc2"):
                     module.register_forward_pre_hook(before)
                     if poisoned == "gradient":
-                        module.weight.register_hook(
-                            lambda g: scattered(g) if iteration() == 2 else g
-                        )
+                        module.weight.register_hook(poison_gradient)
         return attach_wrapped(self, chunks)
 
-    TorchTransport.any_rank, Session.attach_wrapped = ask, attach
+    TorchTransport.any_rank = ask
+    Session.attach_wrapped = attach
     runpy.run_path(str(Path(__file__).parents[2] / "pretrain_gpt.py"), run_name="__main__")
     print("observed", json.dumps({"passes": passes, "asked": asked}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Imported once by the server of server.py: everything that a rank of pretrain_gpt.py ever loads."""
+"""All that a rank of pretrain_gpt.py ever loads; the server of server.py imports it once."""
 
 import argparse
 import functools
@@ -10,33 +10,37 @@ from megatron.compression.frontends import megatron_lm
 megatron_lm.prepare()
 
 for name in (
-    *(
-        "megatron.compression.frontends.megatron_lm.entrypoint",
-        "megatron.compression.frontends.megatron_lm.model_alone",
-        "megatron.compression.huggingface.weights",
-    ),
-    # what Megatron and torch load while a run goes on
+    "megatron.compression.frontends.megatron_lm.entrypoint",
+    "megatron.compression.frontends.megatron_lm.model_alone",
+    "megatron.compression.huggingface.weights",
+    # Megatron and torch load these while a run goes on.
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.models.mimo.optimizer",
     "megatron.core.tokenizers.text.models",
-    *("torch._dynamo", "torch._inductor.utils", "torch.onnx", "torch.utils._device"),
-    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"),
-    *("matplotlib.pyplot", "tensorboard.summary.writer.event_file_writer", "pytest"),
+    "torch._dynamo",
+    "torch._inductor.utils",
+    "torch.onnx",
+    "torch.utils._device",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "matplotlib.pyplot",
+    "tensorboard.summary.writer.event_file_writer",
+    "pytest",
 ):
     importlib.import_module(name)
 
 
 def read_flags_once() -> None:
-    """Keep the help texts that Megatron and we read from source to build the parser: a second a rank."""
+    """Cache the help texts that the parser reads from source, which take each rank a second."""
     from megatron.training.argument_utils import ArgumentGroupFactory as Factory
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron.compression.flags import add_flags
 
     read = Factory._get_field_docstrings
-    kept = functools.cache(lambda config: read(object.__new__(Factory), config))
-    Factory._get_field_docstrings = lambda self, config: kept(config)
+    cached = functools.cache(lambda config: read(object.__new__(Factory), config))
+    Factory._get_field_docstrings = lambda self, config: cached(config)
     add_flags(add_megatron_arguments(argparse.ArgumentParser()))
 
 

@@ -7,7 +7,7 @@ import preprocess_data
 
 
 def make_dataset(directory: Path, megabytes: float = 0.5) -> tuple[Path, Path]:
-    """Write text, a SentencePiece tokenizer trained on it, and the tokenised dataset into ``directory``.
+    """Write text, a SentencePiece tokenizer trained on it, and the tokenised dataset to a folder.
 
     Returns:
         The dataset's prefix (for --data-path) and the tokenizer's model.

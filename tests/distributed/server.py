@@ -1,4 +1,4 @@
-"""The process that ranks of the tests are forked from: it has loaded Megatron, which takes six seconds.
+"""The process that ranks of the tests are forked from: it has loaded Megatron (six seconds).
 
 A forked rank runs a script with the environment that torchrun sets, as a process of its own would.
 """
@@ -15,21 +15,24 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 MOCK_DOCUMENTS = "MOCK_DOCUMENTS"
-"""Environment variable of a rank: of --mock-data."""
+"""Environment variable of a rank: how many documents --mock-data makes up."""
 _SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)}
 
 
 def context() -> mp.context.ForkServerContext:
-    """The context whose processes are forked from the server, which is started here if it does not run."""
+    """Return the context whose processes are forked from the server; start the server if needed."""
     forkserver = mp.get_context("forkserver")
     forkserver.set_forkserver_preload(["tests.distributed.preloaded"])
     before = {name: os.environ.get(name) for name in _SETTINGS}
-    os.environ.update(_SETTINGS)  # the server keeps what it finds at its start
+    os.environ.update(_SETTINGS)  # the server keeps the environment of its start
     try:
         ensure_running()
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
     return forkserver
 
 
@@ -45,7 +48,8 @@ def run_script(script: str, arguments: list[str]) -> None:
     # Megatron's own 100,000 take each rank a sixth of a short run to put into order.
     MockGPTLowLevelDataset.size = int(os.environ.get(MOCK_DOCUMENTS, 2000))
     if "--async-save" not in arguments:
-        # Else a save starts a process that loads torch, to hold a queue whose two ends are both here.
+        # Otherwise a save starts a process that loads torch, only to hold a queue between two ends
+        # that are both in this process.
         import queue
 
         filesystem_async._results_queue = queue.Queue()
@@ -57,11 +61,20 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank, all on this host."""
+    """Return the variables that torchrun sets for a rank.
+
+    Args:
+        rank: this rank.
+        ranks: number of ranks, all on this host.
+        port: TCP port of the rendezvous.
+    """
     return {
-        **{"RANK": str(rank), "WORLD_SIZE": str(ranks)},
-        **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
     }
 
 
@@ -82,7 +95,7 @@ def _main(output: Connection, env: dict[str, str], body: Callable, arguments: tu
 
 
 class Forked:
-    """A process that runs `body(*arguments)`: what subprocess.Popen offers, as far as the tests use it."""
+    """A process that runs `body(*arguments)`, with the part of subprocess.Popen that tests use."""
 
     def __init__(self, env: dict[str, str], body: Callable, *arguments) -> None:
         fork = context()
@@ -107,12 +120,16 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises: TimeoutError after `timeout` seconds."""
+        """Wait for the process's end and return its exit status.
+
+        Raises:
+            TimeoutError: it still runs after `timeout` seconds.
+        """
         self._process.join(timeout)
         if self.returncode is None:
             raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
         return self.returncode
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
         self._process.kill()

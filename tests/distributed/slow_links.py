@@ -1,11 +1,11 @@
-"""Runs an entrypoint whose links are slow on purpose: every collective takes time in proportion to its bytes.
+"""Runs an entrypoint whose links are slow on purpose: a collective takes time as it has bytes.
 
     python slow_links.py pretrain_gpt.py [--slow-payloads] <its flags>
 
-The time is that of a clock of its own, which nothing else moves: what else this machine does changes no
-decision. Replaces torch.distributed's functions, which timings and training call as attributes. Only rank 1
-is slow: the others have to decide as it does. Each rank prints what it has decided. With --slow-payloads
-training finds another link than the timings did: payloads are slow there, and nothing else.
+The time is that of a clock of its own, which nothing else moves: the machine's load changes no
+decision. Replaces torch.distributed's functions, which timings and training call as attributes.
+Only rank 1 is slow: the other ranks have to decide as it does. Each rank prints its decision.
+With --slow-payloads training meets another link than the timings did: only payloads are slow.
 """
 
 import json
@@ -20,14 +20,14 @@ import torch.distributed as dist
 _BYTES = {
     "all_reduce": lambda tensor, *_, **__: tensor.nbytes,
     "reduce_scatter_tensor": lambda part, full, *_, **__: full.nbytes // 2,
-    "batch_isend_irecv": lambda ops: sum(one.tensor.nbytes for one in ops if one.op is dist.isend),
+    "batch_isend_irecv": lambda ops: sum(op.tensor.nbytes for op in ops if op.op is dist.isend),
 }
-"""What a rank of two sends."""
+"""Bytes that a rank of two sends, by function of torch.distributed."""
 _BYTES_OF_GROUPS = {
     "_allgather_base": lambda full, *_, **__: full.nbytes // 2,
     "alltoall_base": lambda received, sent, *_, **__: sent.nbytes // 2,
 }
-"""The same by methods of a process group, which payloads call without torch.distributed's functions."""
+"""The same by method of a process group: payloads call those directly."""
 
 SECONDS_PER_KIB = 1e-3
 training = False
@@ -37,10 +37,11 @@ class Clock:
     """Stands in for the module ``time``."""
 
     def __init__(self) -> None:
-        self.now, self.tick = 0.0, 1e-5
+        self.now = 0.0
+        self.tick = 1e-5
 
     def perf_counter(self) -> float:
-        """Seconds; a little passes between two looks."""
+        """Return the time in seconds; a tick passes between two calls."""
         self.now += self.tick
         return self.now
 
@@ -49,45 +50,64 @@ clock = Clock()
 
 
 def make_slow(payloads: bool) -> None:
-    """Let what this rank sends take time: in training ``payloads`` alone."""
+    """Let the bytes that this rank sends take time.
 
-    def slow(original, nbytes, method=False):
+    Args:
+        payloads: in training only compressed payloads take time.
+    """
+
+    def pass_time(group, nbytes, args, kwargs) -> None:
+        has_peers = group is None or group.size() > 1
+        is_free = training and payloads and not _is_payload(args)
+        if has_peers and not is_free:
+            clock.now += nbytes(*args, **kwargs) / 1024 * SECONDS_PER_KIB
+
+    def slow_function(original, nbytes):
         def function(*args, **kwargs):
-            group, given = kwargs.get("group"), args
-            if method:
-                group, *args = args
-            alone = group is not None and group.size() == 1
-            tensors = [one.tensor for one in args[0]] if isinstance(args[0], list) else args
-            payload = any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
-            free = training and payloads and not payload
-            if not alone and not free:
-                clock.now += nbytes(*args, **kwargs) / 1024 * SECONDS_PER_KIB
-            return original(*given, **kwargs)
+            pass_time(kwargs.get("group"), nbytes, args, kwargs)
+            return original(*args, **kwargs)
 
         return function
 
+    def slow_method(original, nbytes):
+        def method(group, *args, **kwargs):
+            pass_time(group, nbytes, args, kwargs)
+            return original(group, *args, **kwargs)
+
+        return method
+
     for name, nbytes in _BYTES.items():
-        setattr(dist, name, slow(getattr(dist, name), nbytes))
+        setattr(dist, name, slow_function(getattr(dist, name), nbytes))
     for name, nbytes in _BYTES_OF_GROUPS.items():
-        setattr(
-            dist.ProcessGroup, name, slow(getattr(dist.ProcessGroup, name), nbytes, method=True)
-        )
+        original = getattr(dist.ProcessGroup, name)
+        setattr(dist.ProcessGroup, name, slow_method(original, nbytes))
+
+
+def _is_payload(args: tuple) -> bool:
+    """Whether a call sends bytes (uint8), as compressed payloads are."""
+    tensors = args
+    if isinstance(args[0], list):
+        tensors = [op.tensor for op in args[0]]
+    return any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
 
 
 def tell_decisions() -> None:
-    """Print each rank's decision at the run's end, know when training begins, take the time from the clock.
+    """Print each rank's decision at the run's end, and time with the clock above.
 
-    Blocks are short.
+    Blocks are short, and ``training`` becomes true when the timings have ended.
     """
     from megatron.compression.auto import plan, stopwatch
     from megatron.compression.auto.automatic import Automatic
     from megatron.compression.report import Reporter
 
-    plan.BLOCK, plan.WARM_UP = 2, 1
+    plan.BLOCK = 2
+    plan.WARM_UP = 1
     plan.time = clock
     stopwatch.time = clock
-    begin, created, finish = Automatic._begin, Automatic.__init__, Reporter.finish
-    decided = []
+    begin = Automatic._begin
+    initialise = Automatic.__init__
+    finish = Reporter.finish
+    instances = []
 
     def begun(self, plan):
         global training
@@ -95,25 +115,28 @@ def tell_decisions() -> None:
         training = True
 
     def init(self, *args, **kwargs):
-        created(self, *args, **kwargs)
-        decided.append(self)
+        initialise(self, *args, **kwargs)
+        instances.append(self)
 
     def tell(self) -> None:
         finish(self)
-        print(f"rank {dist.get_rank()} decided {json.dumps(asdict(decided[-1].plan))}", flush=True)
+        plan = json.dumps(asdict(instances[-1].plan))
+        print(f"rank {dist.get_rank()} decided {plan}", flush=True)
 
-    Automatic._begin, Automatic.__init__, Reporter.finish = begun, init, tell
+    Automatic._begin = begun
+    Automatic.__init__ = init
+    Reporter.finish = tell
 
 
 def main() -> None:
-    """Take the words of ours, then be the entrypoint."""
-    entrypoint, *words = sys.argv[1:]
-    payloads = "--slow-payloads" in words
-    words = [word for word in words if word != "--slow-payloads"]
+    """Read this script's own flag, then be the entrypoint."""
+    entrypoint, *flags = sys.argv[1:]
+    payloads = "--slow-payloads" in flags
+    flags = [flag for flag in flags if flag != "--slow-payloads"]
     if os.environ["RANK"] == "1":
         make_slow(payloads)
     tell_decisions()
-    sys.argv = [entrypoint, *words]
+    sys.argv = [entrypoint, *flags]
     runpy.run_path(entrypoint, run_name="__main__")
 
 

@@ -22,19 +22,25 @@ from tests.distributed import server
 def spawn(
     function: Callable, world_size: int, *args: Any, backend: str = "gloo", timeout: float = 240
 ) -> list:
-    """Call ``function(rank, world_size, *args)`` in ``world_size`` processes and return the results by rank.
+    """Call ``function(rank, world_size, *args)`` in processes of one group.
 
     Args:
         function: importable at module level; what it returns must pickle.
+        world_size: number of processes.
+        args: further arguments of the function.
         backend: gloo (CPU tensors), or nccl (one CUDA device a rank, which is set).
         timeout: seconds for the whole call.
+
+    Returns:
+        The results by rank.
 
     Raises:
         AssertionError: a rank failed (with its traceback) or did not end in time.
     """
-    context = (
-        server.context() if backend == "gloo" else mp.get_context("spawn")
-    )  # CUDA and forks do not mix
+    if backend == "gloo":
+        context = server.context()
+    else:
+        context = mp.get_context("spawn")  # CUDA does not survive a fork
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = os.path.join(directory, "store")
@@ -50,8 +56,8 @@ def spawn(
             outcomes = {}
             deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout)
             while len(outcomes) < world_size:
-                left = (deadline - datetime.datetime.now()).total_seconds()
-                rank, result, error = results.get(timeout=max(left, 0.1))
+                remaining = (deadline - datetime.datetime.now()).total_seconds()
+                rank, result, error = results.get(timeout=max(remaining, 0.1))
                 assert error is None, f"rank {rank} failed:\n{error}"
                 outcomes[rank] = pickle.loads(result)
             for process in processes:
@@ -64,7 +70,7 @@ def spawn(
 
 
 def spawned(function: Callable, world_size: int, *args: Any, **options: Any):
-    """A fixture of a module: the results of ``spawn``."""
+    """Return a module-scoped fixture of the results of ``spawn``, which has the same arguments."""
 
     @pytest.fixture(scope="module")
     def results() -> list:
@@ -92,8 +98,7 @@ def _main(function, rank, world_size, backend, store, results, args) -> None:
         result = function(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()
-        results.put(
-            (rank, pickle.dumps(result), None)
-        )  # plain bytes: no shared memory to outlive us
+        # Bytes, not tensors: those would lie in shared memory that this process may not outlive.
+        results.put((rank, pickle.dumps(result), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

@@ -236,11 +236,11 @@ def check_tied_embeddings(run: Run) -> None:
     """The first stage's word embeddings are the last stage's output weights, on every tensor rank."""
     copies: dict[int, dict[str, str]] = {}
     for rank in run.ranks:
-        stage, tensor_rank = rank.place
+        stage, tensor_rank = rank.stage_and_tensor_rank
         for name, bits in rank.parameters.items():
             if name.endswith(("word_embeddings.weight", "output_layer.weight")):
                 copies.setdefault(tensor_rank, {})[f"{stage} {name}"] = bits
-    stages = {rank.place[0] for rank in run.ranks}
+    stages = {rank.coordinates["pipeline"] for rank in run.ranks}
     for found in copies.values():
         assert len(found) == min(2, len(stages)), found.keys()
         assert len(set(found.values())) == 1, "the tied embeddings have drifted apart"

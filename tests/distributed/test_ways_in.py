@@ -137,7 +137,7 @@ def test_linears_with_a_forward_of_their_own_are_refused() -> None:
 
 def test_a_linear_of_ones_own_is_named_by_the_audit() -> None:
     """What no site covers is said in the first iteration, with its bytes."""
-    run = train(f"{SPEC} own")
+    run = train(f"{SPEC} own_row")
     (line,) = [line for line in run.output.splitlines() if "that the ledger does not" in line]
     # two layers and two micro-batches, forward alone: an all-reduce of [32, 2, 64] in fp32 over two ranks
     sent = 2 * 2 * 32 * 2 * 64 * 4

@@ -1,4 +1,4 @@
-"""A tiny GPT under Megatron's DDP and optimizer, inside a spawned rank: data-parallel training in process."""
+"""A tiny GPT under Megatron's DDP and optimizer, inside a spawned rank."""
 
 import hashlib
 import os
@@ -28,12 +28,12 @@ class Setup:
     start_iteration: int | None = None
     """The first iteration that compresses."""
     communicators: int = 0
-    """That share a payload."""
+    """Number of communicators that share a payload."""
     transport: str = "auto"
     dtype: torch.dtype = torch.bfloat16
     distributed_optimizer: bool = True
     instances: int = 1
-    """Of the distributed optimizer; as ``start`` was told."""
+    """Instances of the distributed optimizer; the same as in ``start``."""
     overlap: bool = True
     fp32_gradients: bool = True
     average_in_collective: bool = False
@@ -57,8 +57,11 @@ class Training:
 
         from megatron.compression.data_parallel.hooks import Gradients
 
-        self.rank, self.setup, self.iteration = rank, setup, 0
-        config, ledger = DataParallelConfig(**setup.settings), Ledger()
+        self.rank = rank
+        self.setup = setup
+        self.iteration = 0
+        config = DataParallelConfig(**setup.settings)
+        ledger = Ledger()
         policy = Policy(config.rules(setup.start_iteration), ledger, lambda: self.iteration)
         self.run = Run(policy, ledger, transports=Transports(setup.transport, setup.communicators))
         self.gradients = Gradients(config, self.run)
@@ -97,18 +100,19 @@ class Training:
 
     @property
     def rows(self) -> list[dict]:
-        """The ledger's."""
+        """The ledger's rows."""
         return self.run.ledger.rows()
 
     def kinds(self, traffic: str = "dp.gradient") -> set[str]:
-        """The ledger's kinds of a traffic class."""
+        """Return the ledger's kinds of a traffic class."""
         return {row["kind"] for row in self.rows if row["traffic"] == traffic}
 
     def step(self, spoil: Callable[[torch.nn.Module], None] | None = None) -> tuple[float, bool]:
-        """One iteration.
+        """Train one iteration.
 
         Args:
-            spoil: called with the model before the last micro-batch's backward, to damage a gradient.
+            spoil: damages a gradient: it is called with the model before the last micro-batch's
+                backward pass.
 
         Returns:
             This rank's mean loss, and whether the optimizer has stepped.
@@ -117,7 +121,8 @@ class Training:
 
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        total, count = 0.0, self.setup.micro_batches
+        total = 0.0
+        count = self.setup.micro_batches
         for number in range(count):
             last = number == count - 1
             if not last:
@@ -142,22 +147,29 @@ class Training:
         return float(loss.detach())
 
     def settle(self) -> None:
-        """Gather what the last step has left to the next forward."""
+        """Gather the weights that the last step has left to the next forward pass."""
         if self.setup.overlap and self.setup.distributed_optimizer:
             self.ddp.start_param_sync(force_sync=True)
 
     def digest(self) -> str:
-        """Of every weight of this rank."""
-        return digest(torch.cat([p.detach().float().view(-1) for p in self.model.parameters()]))
+        """Return the hash of every weight of this rank."""
+        weights = [p.detach().float().view(-1) for p in self.model.parameters()]
+        return digest(torch.cat(weights))
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Hash of a tensor's values."""
+    """Return the hash of a tensor's values."""
     return hashlib.sha256(tensor.detach().float().cpu().numpy().tobytes()).hexdigest()
 
 
 def start(rank: int, tensor_ranks: int = 1, instances: int = 1) -> None:
-    """Megatron's groups, tensor and data parallelism; on a GPU, kernels that repeat their bits."""
+    """Make Megatron's tensor- and data-parallel groups; on a GPU, choose deterministic kernels.
+
+    Args:
+        rank: this rank.
+        tensor_ranks: tensor-parallel size.
+        instances: of the distributed optimizer.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     if torch.cuda.is_available():
@@ -171,7 +183,13 @@ def start(rank: int, tensor_ranks: int = 1, instances: int = 1) -> None:
 
 
 def build_model(rank: int, dtype: torch.dtype, softmax: str) -> torch.nn.Module:
-    """megatron-core's own GPT of two layers; the same weights on every data-parallel rank."""
+    """Build megatron-core's own GPT of two layers, with the same weights on data-parallel ranks.
+
+    Args:
+        rank: this rank.
+        dtype: of the parameters.
+        softmax: Megatron's ``softmax_type``.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -185,7 +203,16 @@ def build_model(rank: int, dtype: torch.dtype, softmax: str) -> torch.nn.Module:
 
 
 def train(rank: int, setup: Setup, iterations: int) -> tuple[Training, list[float]]:
-    """A fresh training after ``iterations`` steps, its weights gathered; and the losses."""
+    """Train a fresh model and gather its weights.
+
+    Args:
+        rank: this rank.
+        setup: the run's settings.
+        iterations: number of steps.
+
+    Returns:
+        The training, and this rank's losses.
+    """
     training = Training(rank, setup)
     losses = [training.step()[0] for _ in range(iterations)]
     training.settle()
@@ -193,18 +220,18 @@ def train(rank: int, setup: Setup, iterations: int) -> tuple[Training, list[floa
 
 
 def batch_of(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """Tokens that differ between ranks: each next one follows from the last, with some noise."""
+    """Return tokens that differ between ranks; each follows from the last, with noise."""
     generator = torch.Generator().manual_seed(1000 * (step % 8) + rank)
     tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
-    keep = torch.rand(2, SEQUENCE, generator=generator) < 0.8
+    is_regular = torch.rand(2, SEQUENCE, generator=generator) < 0.8
     for i in range(SEQUENCE):
         follows = (3 * tokens[:, i] + 1) % VOCABULARY
-        tokens[:, i + 1] = torch.where(keep[:, i], follows, tokens[:, i + 1])
+        tokens[:, i + 1] = torch.where(is_regular[:, i], follows, tokens[:, i + 1])
     return inputs_of(tokens, rank)
 
 
 def same_everywhere(value: str) -> bool:
-    """Whether every rank has the same string."""
+    """Return true if every rank has the same string."""
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return len(set(gathered)) == 1

@@ -17,9 +17,14 @@ LAYERS = 2
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 """Recomputation of every layer."""
 QWEN = dict(
-    **dict(normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, num_query_groups=2),
-    **dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu),
+    normalization="RMSNorm",
+    qk_layernorm=True,
+    add_bias_linear=False,
+    num_query_groups=2,
+    gated_linear_unit=True,
+    activation_func=torch.nn.functional.silu,
 )
+"""Settings of a ``TransformerConfig`` that make the tiny model a Qwen3."""
 
 
 def device_of(rank: int) -> torch.device:
@@ -31,7 +36,7 @@ def device_of(rank: int) -> torch.device:
 
 @dataclass
 class TinyRun(Run):
-    """What the sites of the tiny model share, and the settings that it is hooked with."""
+    """The run of the tiny model, and the settings that it is hooked with."""
 
     config: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
@@ -49,7 +54,7 @@ def run_with(
     sync_fraction: float = 1.0,
     **settings,
 ) -> TinyRun:
-    """A run that compresses every tensor-parallel message.
+    """Return a run that compresses every tensor-parallel message.
 
     Args:
         codec: a spec, none for uncompressed; or a codec that takes the place of TACO.
@@ -74,7 +79,7 @@ def run_with(
 
 
 def start_model_parallel(world_size: int) -> None:
-    """Megatron's groups with all ranks in one tensor-parallel group, and its random state."""
+    """Make Megatron's groups, with all ranks in one tensor-parallel group, and its random state."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
@@ -82,7 +87,15 @@ def start_model_parallel(world_size: int) -> None:
 
 
 def transformer_config(world_size: int, dtype: torch.dtype = torch.float32, **changes):
-    """The tiny model's ``TransformerConfig``: weights do not depend on the tensor-parallel size."""
+    """Return the tiny model's ``TransformerConfig``.
+
+    Weights do not depend on the tensor-parallel size: they are initialised on the CPU.
+
+    Args:
+        world_size: tensor-parallel size.
+        dtype: of the parameters.
+        changes: other values of its fields.
+    """
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     settings = dict(
@@ -119,7 +132,17 @@ def build_gpt(
     positions="learned_absolute",
     layers=None,
 ):
-    """A model, or a stage of one, of these layers or those that the ``TransformerConfig`` names."""
+    """Build a model, or a stage of one.
+
+    Args:
+        transformer: its ``TransformerConfig``.
+        first: whether it has the embeddings.
+        last: whether it has the output layer.
+        vp_stage: number of this chunk under an interleaved schedule.
+        tied: the output layer's weights are the word embeddings.
+        positions: as ``--position-embedding-type``.
+        layers: a layer spec; None for the one of the run's entrypoint.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
@@ -149,8 +172,17 @@ def build_tiny_gpt(
 ):
     """Build the model on this rank's device and hook ``run``'s compression into it.
 
-    ``start_model_parallel`` must have run. ``tied``: the output layer's weights are the word embeddings.
-    ``attach``: False leaves the model as Megatron makes it. ``positions``: as ``--position-embedding-type``.
+    ``start_model_parallel`` must have run.
+
+    Args:
+        rank: this rank.
+        world_size: tensor-parallel size.
+        run: the settings of compression.
+        dtype: of the parameters.
+        tied: the output layer's weights are the word embeddings.
+        attach: False leaves the model as Megatron makes it.
+        positions: as ``--position-embedding-type``.
+        changes: other values of fields of its ``TransformerConfig``.
     """
     from megatron.compression.caat_net import hooks as caat_net
     from megatron.compression.tensor_parallel import hooks
@@ -167,19 +199,25 @@ def build_tiny_gpt(
 
 
 def replicated(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """By name, the parameters that each tensor-parallel rank holds in whole."""
+    """Return the parameters that each tensor-parallel rank holds in whole, by name."""
     parameters = model.named_parameters()
     return {name: p for name, p in parameters if not getattr(p, "tensor_model_parallel", False)}
 
 
 def batch(step: int, rank: int, size: int = 2) -> dict[str, torch.Tensor]:
-    """The same random tokens on every rank."""
+    """Return the same random tokens on every rank.
+
+    Args:
+        step: seed of the tokens.
+        rank: whose device holds them.
+        size: sequences in the batch.
+    """
     generator = torch.Generator().manual_seed(step)
     return inputs_of(torch.randint(0, VOCABULARY, (size, SEQUENCE + 1), generator=generator), rank)
 
 
 def inputs_of(tokens: torch.Tensor, rank: int) -> dict[str, torch.Tensor]:
-    """What a GPT takes, of tokens ``[b, s + 1]``: each is the label of the one before it."""
+    """Return a GPT's inputs from tokens ``[b, s + 1]``: each token is its predecessor's label."""
     tokens = tokens.to(device_of(rank))
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(len(tokens), -1)
     mask = torch.ones(SEQUENCE, SEQUENCE, device=tokens.device).triu(1).bool()[None, None]

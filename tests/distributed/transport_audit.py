@@ -1,4 +1,4 @@
-"""Counts what torch.distributed really hands to a backend, below every Python wrapper: the ledger's check."""
+"""Counts the bytes that torch.distributed hands to a backend, to check the ledger."""
 
 from collections import Counter
 
@@ -30,13 +30,14 @@ class TransportAudit(TorchDispatchMode):
     An operation it does not know fails the test rather than passing unseen.
 
     Args:
-        world_size: ranks of the group of every operation; None reads it off the operation's own group.
-        smallest: buffers of fewer bytes are left out: the norm of the gradients, for example.
+        world_size: ranks of the group of every operation; None reads it off the operation's group.
+        smallest: bytes; smaller buffers are left out: the norm of the gradients, for example.
     """
 
     def __init__(self, world_size: int | None = None, smallest: int = 0) -> None:
         super().__init__()
-        self.world_size, self.smallest = world_size, smallest
+        self.world_size = world_size
+        self.smallest = smallest
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

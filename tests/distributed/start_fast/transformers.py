@@ -1,4 +1,4 @@
-"""Stands before the installed transformers on PYTHONPATH: importing it costs each process over two seconds.
+"""Stands before the installed transformers on PYTHONPATH, whose import costs a process two seconds.
 
 Megatron loads it for Hugging Face tokenizers only and goes without where it is absent.
 """

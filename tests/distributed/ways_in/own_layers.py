@@ -1,4 +1,7 @@
-"""Layer specs of a user's own, for ``--spec``: a linear with another forward, one that is none."""
+"""Layer specs of a user's own, for ``--spec``.
+
+One has a linear layer with another forward, one has a module that only looks like a linear layer.
+"""
 
 import functools
 
@@ -12,7 +15,7 @@ from megatron.core.tensor_parallel import (
 
 
 class ScaledRow(RowParallelLinear):
-    """Computes something else."""
+    """A row-parallel linear whose output is halved: not Megatron's function."""
 
     def forward(self, input_):
         output, bias = super().forward(input_)
@@ -34,22 +37,21 @@ class OwnRow(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(input_ @ self.weight.t()), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Not saved here."""
+        """Return nothing: tests do not save it."""
         return {}
 
 
-def _spec(**linears):
+def _spec(linear_fc2):
+    """Return Megatron's layer spec with another second linear layer in its MLP."""
     spec = get_gpt_layer_local_spec()
-    for name, linear in linears.items():
-        part = (
-            spec.submodules.mlp if name.startswith("linear_fc") else spec.submodules.self_attention
-        )
-        submodules = (
-            part.keywords["submodules"] if isinstance(part, functools.partial) else part.submodules
-        )
-        setattr(submodules, name, linear)
+    mlp = spec.submodules.mlp
+    if isinstance(mlp, functools.partial):
+        submodules = mlp.keywords["submodules"]
+    else:
+        submodules = mlp.submodules
+    submodules.linear_fc2 = linear_fc2
     return spec
 
 
-scaled = _spec(linear_fc2=ScaledRow)
-own = _spec(linear_fc2=OwnRow)
+scaled = _spec(ScaledRow)
+own_row = _spec(OwnRow)

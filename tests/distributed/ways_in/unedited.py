@@ -1,4 +1,4 @@
-"""An entrypoint as Megatron-LM's own is of the series: a model config, and nothing of this project."""
+"""An entrypoint as Megatron-LM's own: a model config, and nothing of this project."""
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain

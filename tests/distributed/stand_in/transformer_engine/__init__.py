@@ -1,4 +1,5 @@
-"""A stand-in for Transformer Engine on the CPU: its layers' signatures, contracts and order of communication.
+"""A stand-in for Transformer Engine on the CPU, for tests of what replaces its communication.
 
-For tests of what replaces its communication functions. An fp8 tensor is a byte a value here.
+Its layers have TE's signatures, contracts and order of communication. An fp8 tensor is a byte a
+value here.
 """

@@ -8,7 +8,8 @@ class Quantized:
     """A tensor in bytes, with one scale."""
 
     def __init__(self, data: torch.Tensor, scale: float) -> None:
-        self._data, self.scale = data, scale
+        self._data = data
+        self.scale = scale
 
     def dequantize(self) -> torch.Tensor:
         return (self._data.float() - 128) * self.scale
@@ -20,9 +21,8 @@ class Quantizer:
     scale = 1 / 16
 
     def __call__(self, x: torch.Tensor) -> Quantized:
-        return Quantized(
-            (x / self.scale).round().clamp(-128, 127).add(128).to(torch.uint8), self.scale
-        )
+        codes = (x / self.scale).round().clamp(-128, 127) + 128
+        return Quantized(codes.to(torch.uint8), self.scale)
 
 
 def allreduce(inp, tp_group=None, async_op=False):
@@ -32,9 +32,8 @@ def allreduce(inp, tp_group=None, async_op=False):
 def reduce_scatter_along_first_dim(inp, tp_group, async_op=False, output=None):
     if output is None:
         output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
-    return output, dist.reduce_scatter_tensor(
-        output, inp.contiguous(), group=tp_group, async_op=async_op
-    )
+    handle = dist.reduce_scatter_tensor(output, inp.contiguous(), group=tp_group, async_op=async_op)
+    return output, handle
 
 
 def gather_along_first_dim(
@@ -52,4 +51,6 @@ def gather_along_first_dim(
     handle = dist.all_gather_into_tensor(
         full, data.contiguous(), group=process_group, async_op=async_op
     )
-    return (Quantized(full, inp.scale) if isinstance(inp, Quantized) else full), handle
+    if isinstance(inp, Quantized):
+        full = Quantized(full, inp.scale)
+    return full, handle

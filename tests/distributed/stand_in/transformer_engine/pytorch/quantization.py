@@ -1,4 +1,4 @@
-"""What delayed scaling reduces over the ranks."""
+"""The reduction of delayed scaling's maxima over the ranks."""
 
 import torch
 import torch.distributed as dist

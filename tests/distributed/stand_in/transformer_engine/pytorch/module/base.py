@@ -1,4 +1,4 @@
-"""What the layers share: the gather of a row-parallel layer's output gradient, settings."""
+"""The layers' common base: settings, and the gather of a row-parallel layer's output gradient."""
 
 import torch
 
@@ -26,16 +26,21 @@ class TransformerEngineBaseModule(torch.nn.Module):
         fuse=False,
     ):
         super().__init__()
-        self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_group.size(), parallel_mode
+        self.tp_group = tp_group
+        self.tp_size = tp_group.size()
+        self.parallel_mode = parallel_mode
         self.sequence_parallel = sequence_parallel
         self.quantizer = Quantizer() if fp8 else None
-        self.fuse_wgrad_accumulation, self.wgrad_store = fuse, NeverAside()
-        self.weight_names, self.use_bias, self.apply_bias = ["weight"], False, False
+        self.fuse_wgrad_accumulation = fuse
+        self.wgrad_store = NeverAside()
+        self.weight_names = ["weight"]
+        self.use_bias = False
+        self.apply_bias = False
         self.weight = torch.nn.Parameter(torch.randn(size_out, size_in) / size_in**0.5)
 
     @staticmethod
     def grad_output_preprocess(module, grad_output, row_parallel_mode):
-        """The whole sequence's gradient, where ranks hold slices of it."""
+        """Gather the whole sequence's gradient where ranks hold slices of it."""
         if row_parallel_mode and module.sequence_parallel:
             grad_output, _ = gather_along_first_dim(
                 grad_output.contiguous(), module.tp_group, quantizer=module.quantizer
@@ -44,12 +49,23 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
 
 def plain(x):
-    """A tensor of floats again."""
-    return x.dequantize() if isinstance(x, Quantized) else x
+    """Return a tensor of floats, dequantized where it is in bytes."""
+    if isinstance(x, Quantized):
+        return x.dequantize()
+    return x
 
 
 def add_weight_gradient(module, x, grad_output):
-    """Now or put aside; what autograd is to be given for it."""
+    """Compute a weight's gradient, or put it into the layer's store.
+
+    Args:
+        module: the layer.
+        x: its whole input, ``[tokens, in]``.
+        grad_output: ``[tokens, out]``.
+
+    Returns:
+        The gradient that the autograd function returns for the weight.
+    """
     weight = module.weight
 
     def compute(x, grad_output):

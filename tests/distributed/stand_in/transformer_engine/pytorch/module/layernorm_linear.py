@@ -27,11 +27,13 @@ class _LayerNormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        (x, weight), module = ctx.saved_tensors, ctx.module
+        x, weight = ctx.saved_tensors
+        module = ctx.module
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             normed = F.rms_norm(x, x.shape[-1:], eps=1e-5)
-        total, gathering = normed.detach(), None
+        total = normed.detach()
+        gathering = None
         if module.sequence_parallel:
             total, gathering = gather_along_first_dim(
                 total, module.tp_group, async_op=True, quantizer=module.quantizer
@@ -45,7 +47,8 @@ class _LayerNormLinear(torch.autograd.Function):
             gathering.wait()
         grad_weight = add_weight_gradient(module, plain(total), grad_output)
         summing.wait()
-        return torch.autograd.grad(normed, x, grad)[0], grad_weight, None
+        (grad_input,) = torch.autograd.grad(normed, x, grad)
+        return grad_input, grad_weight, None
 
 
 class LayerNormLinear(TransformerEngineBaseModule):

@@ -16,17 +16,19 @@ class _Linear(torch.autograd.Function):
         ctx.module = module
         ctx.save_for_backward(x, weight)
         total = reduce_scatter_along_first_dim if module.sequence_parallel else allreduce
-        return total(x @ weight.t(), module.tp_group)[0]
+        output, _ = total(x @ weight.t(), module.tp_group)
+        return output
 
     @staticmethod
     def backward(ctx, grad_output):
-        (x, weight), module = ctx.saved_tensors, ctx.module
+        x, weight = ctx.saved_tensors
+        module = ctx.module
         grad_output = TransformerEngineBaseModule.grad_output_preprocess(module, grad_output, True)
         return grad_output @ weight, add_weight_gradient(module, x, grad_output), None
 
 
 class Linear(TransformerEngineBaseModule):
-    """Row-parallel."""
+    """A row-parallel linear layer."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Linear.apply(x, self.weight, self), None
