@@ -176,8 +176,8 @@ def test_two_instances_of_one_rank_have_the_average_of_plain_ddp() -> None:
         assert between < INT8_TOLERANCE
 
 
-def fsdp2_gradients(mesh, codec: str | None, policy: MixedPrecisionPolicy) -> torch.Tensor:
-    """This rank's shards of one backward pass's gradients under FSDP2, fp32 ``[n]``.
+def fsdp2_model(mesh, codec: str | None, policy: MixedPrecisionPolicy) -> nn.Module:
+    """A model under FSDP2 after one backward pass.
 
     Args:
         mesh: the device mesh of ``fully_shard``: one dimension, or (replicas, shards) under HSDP.
@@ -194,8 +194,16 @@ def fsdp2_gradients(mesh, codec: str | None, policy: MixedPrecisionPolicy) -> to
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(16, 32, generator=generator)
     (model(x).float() - 1).square().mean().backward()
-    shards = [parameter.grad.to_local().float().view(-1) for parameter in model.parameters()]
-    return torch.cat(shards)
+    return model
+
+
+def fsdp2_gradients(mesh, codec: str | None, policy: MixedPrecisionPolicy) -> torch.Tensor:
+    """This rank's shards of one backward pass's gradients under FSDP2, fp32 ``[n]``.
+
+    Args: as for ``fsdp2_model``.
+    """
+    parameters = fsdp2_model(mesh, codec, policy).parameters()
+    return torch.cat([parameter.grad.to_local().float().view(-1) for parameter in parameters])
 
 
 FSDP2_TOLERANCE = 0.03
@@ -205,6 +213,42 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16, reduced in fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
 }
+
+
+def gradients_of_copies(mesh, codec: str | None) -> torch.Tensor:
+    """This rank's shards of the biases' gradients, fp32 ``[n]``; arguments as ``fsdp2_gradients``.
+
+    Where the job has ranks outside the mesh, biases are taken for copies that those hold as well,
+    and are summed beside the payload.
+    """
+    parameters = fsdp2_model(mesh, codec, MixedPrecisionPolicy()).parameters()
+    biases = [parameter for parameter in parameters if parameter.dim() == 1]
+    return torch.cat([bias.grad.to_local().float().view(-1) for bias in biases])
+
+
+COPIES_TOLERANCE = 1e-5
+"""Copies are summed in fp32, with a codec and without."""
+MESHES_OF_A_PART = {
+    "FSDP": {"shards": 2, "outside": 2},
+    "HSDP": {"replicas": 2, "shards": 1, "outside": 2},
+}
+"""Dimensions of the whole job; the model is sharded over all but the last."""
+
+
+def copies_worker(rank: int, ranks: int, name: str) -> dict[str, float]:
+    """Distances of the biases' gradients, by codec."""
+    shape = MESHES_OF_A_PART[name]
+    job = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = job[tuple(shape)[:-1]]
+    exact = gradients_of_copies(mesh, None)
+    return {codec: distance(gradients_of_copies(mesh, codec), exact) for codec in FSDP2_CODECS}
+
+
+@pytest.mark.parametrize("name", MESHES_OF_A_PART)
+def test_gradients_of_copies_under_fsdp2_keep_their_length(name: str) -> None:
+    for distances in spawn(copies_worker, 4, name):
+        for codec, between in distances.items():
+            assert between < COPIES_TOLERANCE, codec
 
 
 def fsdp2_worker(rank: int, ranks: int, mesh_shape: tuple[int, ...]) -> dict[tuple, float]:

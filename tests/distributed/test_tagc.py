@@ -39,6 +39,7 @@ def make_sync(
     node_size: int | None = None,
     wire: str = "sketch",
     topology=None,
+    scale: float = 1.0,
 ):
     """A sync over a made-up bucket, by default over torch.distributed; packed: a fifth of each rank."""
     from megatron.compression.communication import Ledger, Transports
@@ -55,7 +56,7 @@ def make_sync(
     flat = torch.zeros(-(-(start + 60) // 12) * 12, dtype=dtype, device=DEVICE)
     transports = Transports("collective", communicators=2 if node_size else 1)
     topology = topology or find_topology(dist.group.WORLD, node_size, transports)
-    bucket = GradientBucket(flat, tuple(spans), 1.0, sharded, topology, Ledger())
+    bucket = GradientBucket(flat, tuple(spans), scale, sharded, topology, Ledger())
     part = partial(parts.BitmapPart, keep=0.2, bits=cell_bits)
     if wire == "sketch":
         part = partial(parts.SketchPart, keep=0.2, config=sketch_of(cell_bits))
@@ -106,8 +107,12 @@ def compressed_mask(sync) -> torch.Tensor:
     return mask
 
 
+SCALE = 0.25
+"""Of sums: a power of two, so that scaling rounds nothing."""
+
+
 def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None:
-    """Nothing is lost, and replicas agree."""
+    """Nothing is lost, sums are scaled once, and replicas agree."""
     cases = (
         (True, torch.bfloat16, 16, "sketch"),
         (False, torch.float32, 16, "sketch"),
@@ -117,7 +122,7 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
         (False, torch.bfloat16, 32, "sketch"),
     )
     for sharded, dtype, cell_bits, wire in cases[: 4 if world_size > 2 else None]:
-        sync = make_sync(sharded, dtype, cell_bits, node_size, wire)
+        sync = make_sync(sharded, dtype, cell_bits, node_size, wire, scale=SCALE)
         flat, mask = sync.bucket.gradients, compressed_mask(sync)
         shard = torch.zeros(flat.numel(), dtype=torch.bool, device=DEVICE)
         size = flat.numel() // world_size
@@ -128,10 +133,11 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
             gradients = fill(sync, step, rank)
             sync.start().wait()
             after = remembered(sync)
-            # nothing is lost: what has arrived and what is remembered make up what there was
+            # nothing is lost: what has arrived and what is remembered make up what there was;
+            # memories are in units of the sum before scaling
             there = total_of(gradients) + total_of(before)
             waiting = total_of(after)
-            arrived = flat.double()
+            arrived = flat.double() / SCALE
             ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-22
             bound = total_of(gradients.abs()) * ulp + (there - waiting).abs() * ulp + 1e-6
             assert bool(((arrived - (there - waiting)).abs() <= bound)[mine].all())

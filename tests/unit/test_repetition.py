@@ -135,6 +135,25 @@ def test_flags_of_a_pass() -> None:
         assert overflow.end() is expected and overflow.state is State.ASKED
 
 
+@pytest.mark.parametrize("wild", [0, 1], ids=["the first", "the second"])
+def test_an_overflow_of_either_bucket_repeats_the_pass(wild: int) -> None:
+    """The other bucket's payload fits; its flag neither clears nor hides the one that is set."""
+    codec = parse_codec("lossless")
+    buckets = [torch.randn(1, 4096).bfloat16() for _ in range(2)]
+    buckets[wild] = (torch.randn(1, 4096) * torch.exp2(60 * torch.rand(1, 4096))).bfloat16()
+    payloads = [codec.encode(bucket) for bucket in buckets]
+    flags = [int(codec.overflow_flag(payload)) for payload in payloads]
+    assert flags[wild] == 1
+    assert sum(flags) == 1
+    overflow = Overflow()
+
+    overflow.begin()
+    for payload in payloads:
+        overflow.note(codec, payload)
+
+    assert overflow.end() is True
+
+
 def test_where_lossless_is_off() -> None:
     """Between stages unless flags are noted; everywhere in a repeated pass but for updated weights."""
     lossless = parse_codec("lossless")
