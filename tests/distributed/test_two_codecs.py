@@ -7,8 +7,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import TorchTransport, all_gather, all_reduce
+from megatron.compression.communication import (
+    CommSite,
+    TorchTransport,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
 from tests.distributed.spawn import spawn
+from tests.distributed.tiny_gpt import run_with
 
 RANKS = 3
 NUMEL = 3 * 128 * 40
@@ -32,11 +39,19 @@ def two_codecs_worker(rank: int, ranks: int) -> dict[str, dict]:
         sum_calls = list(calls)
         calls.clear()
         gathered = all_gather(brought_by(rank), codec, transport).wait()
+        gather_calls = list(calls)
+        calls.clear()
+        own_slice = reduce_scatter(brought_by(rank), codec, transport).wait()
+        site = CommSite("layer", dist.group.WORLD, run_with(spec), fused=False)
+        message = site.message("tp.forward", "all_gather", RANKS * 4 * NUMEL)
         results[spec] = {
             "sum": total,
             "sum calls": sum_calls,
             "gathered": gathered,
-            "gather calls": list(calls),
+            "gather calls": gather_calls,
+            "slice": own_slice,
+            "slice calls": list(calls),
+            "layer's payload": message.encode(brought_by(rank)),
         }
     return results
 
@@ -85,3 +100,24 @@ def test_an_all_gather_uses_the_second_codec(spec: str) -> None:
         assert torch.equal(result[spec]["gathered"], torch.cat(expected))
         sent = (RANKS - 1) * second.payload_bytes((NUMEL,))
         assert result[spec]["gather calls"] == [("all_gather", sent)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_reduce_scatter_uses_the_first_codec(spec: str) -> None:
+    """Its sum is not encoded again."""
+    first, _ = parse_codec(spec).hops
+    piece = (NUMEL // RANKS,)
+    payloads = [first.encode(brought_by(rank).view(RANKS, -1)) for rank in range(RANKS)]
+    sums = first.decode_sum(torch.stack(payloads), piece, torch.float32)
+    for rank, result in enumerate(results()):
+        assert torch.equal(result[spec]["slice"], sums[rank])
+        sent = (RANKS - 1) * first.payload_bytes(piece)
+        assert result[spec]["slice calls"] == [("all_to_all", sent)]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_layers_kept_payload_is_the_second_codecs(spec: str) -> None:
+    """A column-parallel layer under sequence parallelism gathers it in the forward and again later."""
+    _, second = parse_codec(spec).hops
+    for rank, result in enumerate(results()):
+        assert torch.equal(result[spec]["layer's payload"], second.encode(brought_by(rank)[None]))
