@@ -87,8 +87,8 @@ def refuse_by_layer(args: Namespace, name: str, reason: str) -> None:
     """
     if by_layer(args):
         raise CompressionConfigError(
-            f"{name} {reason}, past the graphs of {_IMPL} {args.cuda_graph_impl}; use full_iteration or drop "
-            f"{name}"
+            f"{name} {reason}, past the graphs of {_IMPL} {args.cuda_graph_impl}; use "
+            f"full_iteration or drop {name}"
         )
 
 
@@ -107,7 +107,8 @@ def refuse_later_decisions(args: Namespace, config: Any) -> None:
         raise SettingError(
             "error_bound",
             None,
-            f"with {interval} 1 measures in every iteration, past the graph of {_IMPL} full_iteration",
+            f"with {interval} 1 measures in every iteration, past the graph of {_IMPL} "
+            "full_iteration",
             f"raise {interval}, or drop the bound",
         )
     if not _layers_compress(args, config):
@@ -158,12 +159,13 @@ def lines(args: Namespace, config: Any) -> list[str]:
         return []
     if config.error_bound is not None:
         return [
-            "the last iteration of each log interval runs without its CUDA graph, to measure errors, and a "
-            f"graph is captured after it (--log-interval {args.log_interval})"
+            "the last iteration of each log interval runs without its CUDA graph, to measure "
+            f"errors, and a graph is captured after it (--log-interval {args.log_interval})"
         ]
     if config.report:
         return [
-            "what a CUDA graph sends is measured in its first iteration alone, which runs without it"
+            "what a CUDA graph sends is measured in its first iteration alone, which runs without "
+            "it"
         ]
     return []
 
@@ -191,7 +193,8 @@ def follow(session: "Session") -> "WholeIterations | None":
             raise SettingError(
                 "args.cuda_graph_impl",
                 "full_iteration",
-                "is in use by another model of this process, and megatron-core keeps one set of graphs",
+                "is in use by another model of this process, and megatron-core keeps one set of "
+                "graphs",
                 f"use {_IMPL} local or none for one of the two",
             )
     loop.around_whole_iterations()
@@ -246,8 +249,8 @@ class WholeIterations:
             for name in passes:
                 passes[name] = first
             self._log(
-                f"compression changes at iteration {policy.iteration() + 1} ({stage}): capturing CUDA graphs "
-                "again"
+                f"compression changes at iteration {policy.iteration() + 1} ({stage}): capturing "
+                "CUDA graphs again"
             )
         elif (
             stage == "training"

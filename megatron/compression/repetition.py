@@ -66,8 +66,8 @@ class Repetition:
         self._left = self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         self._log(
-            f"compression: iteration {self._run.policy.iteration() + 1} is repeated uncompressed: lossless "
-            f"payloads overflowed; the next {self._left} iterations are uncompressed too "
+            f"compression: iteration {self._run.policy.iteration() + 1} is repeated uncompressed: "
+            f"lossless payloads overflowed; the next {self._left} iterations are uncompressed too "
             "(lossless:escapes=0.12 has more room)"
         )
         return True
@@ -97,7 +97,8 @@ def follow(session: "Session") -> Repetition | None:
         # For the whole run: graphs are captured once.
         run.overflow.state = State.OFF
         log(
-            "compression: lossless is off: in a CUDA graph nobody can read whether a payload overflowed"
+            "compression: lossless is off: in a CUDA graph nobody can read whether a payload "
+            "overflowed"
         )
         return None
     reason = why_not(arguments, config, run)

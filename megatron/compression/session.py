@@ -322,8 +322,8 @@ class Session:
             )
         if self.host.iteration is None and self._begins_later() and self._has_sent_gradients():
             raise CompressionConfigError(
-                "compression never begins, since no iteration is counted: call compression.step() after each "
-                "iteration, or give attach(iteration=...)"
+                "compression never begins, since no iteration is counted: call compression.step() "
+                "after each iteration, or give attach(iteration=...)"
             )
 
     def _begins_later(self) -> bool:
@@ -350,8 +350,8 @@ class Session:
         for traffic, (sent, uncompressed) in rows.items():
             ratio = uncompressed / sent if sent else 1
             lines.append(
-                f"{traffic:12s} {sent / 1e6:12.3f} MB sent, {uncompressed / 1e6:12.3f} MB uncompressed, "
-                f"ratio {ratio:.2f}"
+                f"{traffic:12s} {sent / 1e6:12.3f} MB sent, {uncompressed / 1e6:12.3f} MB "
+                f"uncompressed, ratio {ratio:.2f}"
             )
         return "\n".join(lines)
 
@@ -365,7 +365,8 @@ class Session:
             self._small_is_logged = True
             least = f"min_mb = {self.config.tensor_parallel.min_bytes / 2**20:g}"
             self.host.log(
-                f"compression: {small / 1e6:.3f} MB so far are in messages under {least} and uncompressed"
+                f"compression: {small / 1e6:.3f} MB so far are in messages under {least} and "
+                "uncompressed"
             )
 
     def training_begins(self) -> None:
@@ -401,8 +402,8 @@ class Session:
         for (site, traffic), error in sorted(new.items()):
             self.host.log(
                 f"compression: {site} {traffic} has a relative error of {error:.4g}, past "
-                f"{self.host.names.of('error_bound')} {meter.bound:g}; it goes uncompressed after iteration "
-                f"{iteration}"
+                f"{self.host.names.of('error_bound')} {meter.bound:g}; it goes uncompressed after "
+                f"iteration {iteration}"
             )
 
     def evaluation_begins(self) -> None:

@@ -149,7 +149,8 @@ def install_devices() -> None:
             "get_device_capability": lambda: (0, 0),
             "get_device_name": lambda: "cpu",
         },
-        "buffers are made on current_device(); device_count() == 0 would skip initialize_model_parallel",
+        "buffers are made on current_device(); device_count() == 0 would skip "
+        "initialize_model_parallel",
     )
     _put_functions(
         {
@@ -171,7 +172,8 @@ def install_devices() -> None:
             "set_stream": _nothing_to_do,
             "synchronize": _nothing_to_do,
         },
-        "timers, checkpointing and pipeline communication synchronise the device and empty its cache",
+        "timers, checkpointing and pipeline communication synchronise the device and empty its "
+        "cache",
     )
     overlap = "DDP initialisation and the overlap of communication use streams and events"
     _put_functions(
@@ -265,8 +267,9 @@ def _install_tensors() -> None:
                 _ATEN.impl(
                     name, functools.partial(_in_fp32, getattr(torch.ops.aten, name).out), "CPU"
                 )
-    # Before they are replaced.
-    _device_constructors()  # torch keeps this set, which `with torch.device("meta")` looks originals up in
+    # Before they are replaced: torch keeps this set, in which `with torch.device("meta")` looks the
+    # originals up.
+    _device_constructors()
     for name in FACTORIES:
         replace(torch, name, (), _on_cpu, lasting=True)
     tensor = torch.Tensor

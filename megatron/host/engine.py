@@ -142,7 +142,8 @@ def cpu_argument_overrides(args: Namespace) -> list[str]:
             lines.append(f"running without CUDA: {flag} ({reason})")
     if args.attention_backend.name in ("fused", "flash"):
         lines.append(
-            f"running without CUDA: --attention-backend auto ({args.attention_backend.name} is a GPU kernel)"
+            f"running without CUDA: --attention-backend auto ({args.attention_backend.name} is a "
+            "GPU kernel)"
         )
         args.attention_backend = type(args.attention_backend).auto
     if args.cuda_graph_impl != "none":

@@ -113,8 +113,8 @@ class Automatic:
         if self.args.transformer_impl != "local":
             flags = f"--transformer-impl local {flags}"
         self._tell(
-            f"the host is the bottleneck: at {sum(self._idle)} of {len(self._idle)} layers the GPU had "
-            f"nothing left to do; {flags} launches a whole iteration at once"
+            f"the host is the bottleneck: at {sum(self._idle)} of {len(self._idle)} layers the GPU "
+            f"had nothing left to do; {flags} launches a whole iteration at once"
         )
 
     def _decide(self, chunks: list[torch.nn.Module]) -> RunPlan:
@@ -151,8 +151,8 @@ class Automatic:
         unchecked = [] if plan.checked else list(plan.recipes())
         if unchecked and graphs.by_layer(self.args):
             self._tell(
-                f"--cuda-graph-impl {self.args.cuda_graph_impl} captures once: iterations without are not "
-                "compared"
+                f"--cuda-graph-impl {self.args.cuda_graph_impl} captures once: iterations without "
+                "are not compared"
             )
             unchecked = []
         # Each block of iterations is captured anew, after its warm-up.
@@ -177,7 +177,8 @@ class Automatic:
             self._log(f" {line}")
         if unchecked:
             self._tell(
-                f"the first {self._check.iterations} iterations run with and without compression, to compare"
+                f"the first {self._check.iterations} iterations run with and without compression, "
+                "to compare"
             )
         self.session.describe()
         self._store(plan)

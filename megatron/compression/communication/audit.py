@@ -154,9 +154,9 @@ class BackendAudit:
             if mean > NEGLIGIBLE:
                 dimensions = " and ".join(name.replace(" parallel", "") for name in names)
                 lines.append(
-                    f"{dimensions} parallelism sent {mean:,.0f} bytes in the first iteration that the ledger "
-                    "does not know (mean over all ranks): a layer, a hook or another model communicates by "
-                    "itself, and is neither compressed nor in the ratio"
+                    f"{dimensions} parallelism sent {mean:,.0f} bytes in the first iteration that "
+                    "the ledger does not know (mean over all ranks): a layer, a hook or another "
+                    "model communicates by itself, and is neither compressed nor in the ratio"
                 )
         return lines
 

@@ -516,7 +516,8 @@ def _create(size: int) -> tuple[IO[bytes] | None, str | None]:
     """Make a new file of zeros, and remove those that killed processes have left.
 
     Returns:
-        The file, locked for as long as it is open, and None; or None and the reason why there is none.
+        The file, locked for as long as it is open, and None; or None and the reason why there is
+        none.
     """
     try:
         _remove_abandoned_files()

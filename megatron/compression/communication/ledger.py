@@ -43,7 +43,8 @@ KINDS = {
     "excluded": "uncompressed: a layer that is left out by choice",
     "guarded": "uncompressed: the site's error passed the bound",
     "evaluation": "uncompressed: evaluation with --validate-uncompressed",
-    "overflow": "uncompressed: a lossless payload did not fit in this pass, or nobody could say in time",
+    "overflow": "uncompressed: a lossless payload did not fit in this pass, or nobody could say in "
+    "time",
     "off": "uncompressed: no codec chosen",
     "auto": "uncompressed: --compression auto compares iterations without, or has seen no gain",
     "exact": "uncompressed by design",

@@ -1,1 +1,2 @@
-"""Compressed data parallelism: gradients and weights of Megatron's DDP and distributed optimizer."""
+"""Compressed data parallelism: gradients and weights of Megatron's DDP and distributed
+optimizer."""

@@ -1,7 +1,8 @@
 """The memories of gradient compressors in checkpoints: each rank saves its own and restores it.
 
-That needs the layout that saved them: the same ranks, nodes, buckets and parameters. In another one memories
-start from zero, and the log says so: they hold what a few iterations left out, which a run can spare.
+That needs the layout that saved them: the same ranks, nodes, buckets and parameters. In another one
+memories start from zero, and the log says so: they hold what a few iterations left out, which a run
+can spare.
 """
 
 import hashlib
@@ -69,7 +70,8 @@ class GradientMemory:
         self._requested = is_loading
 
     def loaded(self, state_dict: dict[str, Any]) -> None:
-        """Take what has been read. Megatron reads twice: the plain values alone, then everything."""
+        """Take what has been read. Megatron reads twice: the plain values alone, then
+        everything."""
         if not self._requested:
             self._saved = state_dict.get(MADE_BY, {})
             return

@@ -1,8 +1,9 @@
 """Any codec as a gradient compressor: all-to-all inside the node, then between nodes; sums in fp32.
 
-Source of the scheme: SDP4Bit (arXiv 2410.15526), two-level gradient quantisation. Rank (node, index) first
-sums, over its node, the shards of the ranks with its index on every node; then, over the nodes, its own.
-With one node, or one rank a node, there is one exchange. Sums that all ranks keep are gathered in another.
+Source of the scheme: SDP4Bit (arXiv 2410.15526), two-level gradient quantisation. Rank (node,
+index) first sums, over its node, the shards of the ranks with its index on every node; then, over
+the nodes, its own. With one node, or one rank a node, there is one exchange. Sums that all ranks
+keep are gathered in another.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from megatron.compression.errors import CompressionConfigError
 from taco_kernels.common import ceil_div
 
 ALIGNMENT = 4096
-"""Pieces begin at multiples of this many values (every group size divides it), and are never smaller."""
+"""Pieces begin at multiples of this many values (every group size divides it), and are never
+smaller."""
 PIECES = 8
 """Pieces of a bucket where the exchange between nodes can overlap with the one inside the node."""
 
@@ -80,8 +82,9 @@ def parse_gradient_compressor(text: str) -> GradientCompressor:
 class CodecGradientSync(GradientSync):
     """A codec's first hop inside a node and its second between nodes; sums in fp32.
 
-    A bucket is cut into pieces where there are two hops, so that one piece's exchange between nodes overlaps
-    with the next one's inside the node. ``[b:e]`` are a piece's positions in every rank's shard:
+    A bucket is cut into pieces where there are two hops, so that one piece's exchange between nodes
+    overlaps with the next one's inside the node. ``[b:e]`` are a piece's positions in every rank's
+    shard:
 
         gradients     | shard of rank 0    | shard of rank 1    | ...
                           |b..e|               |b..e|
@@ -114,7 +117,8 @@ class CodecGradientSync(GradientSync):
         return join([self._start_piece(flat, source, begin, end) for begin, end in self.pieces])
 
     def _source(self, flat: torch.Tensor) -> torch.Tensor:
-        """``[local, nodes, shard]``: element (i, n) is the shard of rank n * local + i, zero padded."""
+        """``[local, nodes, shard]``: element (i, n) is the shard of rank n * local + i, zero
+        padded."""
         topology = self.topology
         size = self.shard_numel
         # Without the distributed optimizer a bucket need not divide by the ranks.
@@ -160,13 +164,15 @@ class CodecGradientSync(GradientSync):
         else:
             first = self.first
             payloads = self.first.encode_grid(values)
-        # Rank i of the node is sent row i: this rank's piece for the ranks with index i, on every node.
+        # Rank i of the node is sent row i: this rank's piece for the ranks with index i, on every
+        # node.
         senders, pending = inside.all_to_all(payloads.flatten(1))
 
         def between_nodes() -> Work:
             rows = senders.view(*payloads.shape)
             transport = bucket.transport(INTER)
-            # Decoded, summed over the node in fp32 and encoded anew, in one kernel where the codec has one.
+            # Decoded, summed over the node in fp32 and encoded anew, in one kernel where the codec
+            # has one.
             last, partial = sum_and_encode(first, rows, shape, values.dtype, self.last, transport)
             # One row a node: the sum of this rank's node for the rank of its index there.
             arrived, pending = transport.all_to_all(partial)
@@ -181,7 +187,8 @@ class CodecGradientSync(GradientSync):
     def _finish_piece(
         self, flat: torch.Tensor, codec: Codec, wires: torch.Tensor, begin: int, end: int
     ) -> torch.Tensor | Work:
-        """Sum this rank's part of a piece from all senders' uint8 ``[S, bytes]``; gather it where needed."""
+        """Sum this rank's part of a piece from all senders' uint8 ``[S, bytes]``; gather it where
+        needed."""
         bucket = self.bucket
         senders = wires[:, None]  # one row: this rank's part
         shape = (end - begin,)

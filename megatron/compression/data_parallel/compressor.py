@@ -33,16 +33,18 @@ class ParameterSpan:
 class GradientBucket:
     """What a ``GradientSync`` knows of its bucket.
 
-    Under FSDP2 a span is one rank's piece of a parameter, and gradients have no place of their own: each
-    ``start`` is given them, and ``gradients`` has their size, type and device alone.
+    Under FSDP2 a span is one rank's piece of a parameter, and gradients have no place of their own:
+    each ``start`` is given them, and ``gradients`` has their size, type and device alone.
     """
 
     gradients: torch.Tensor
-    """``[numel]``, bf16, fp16 or fp32: this rank's sum over micro-batches, and where the result goes."""
+    """``[numel]``, bf16, fp16 or fp32: this rank's sum over micro-batches, and where the result
+    goes."""
     spans: tuple[ParameterSpan, ...]
     """The parameters in it, by position; between them may be gaps of zeros."""
     scale: float
-    """What the sum over all ranks is multiplied by (1 / ranks for an average), in fp32, after summing."""
+    """What the sum over all ranks is multiplied by (1 / ranks for an average), in fp32, after
+    summing."""
     sharded: bool
     """With the distributed optimizer each rank needs its shard of the sum only, else all of it."""
     topology: Topology
@@ -67,7 +69,8 @@ class GradientBucket:
         return gradients[start : start + size]
 
     def transport(self, link: str | None = None) -> TorchTransport:
-        """Exchanges that the ledger counts: over the whole group, or ``intra`` or ``inter`` ranks only."""
+        """Exchanges that the ledger counts: over the whole group, or ``intra`` or ``inter`` ranks
+        only."""
         return self.topology.transport(self.ledger, self.traffic, link)
 
     def all_reduce(
@@ -91,7 +94,8 @@ class GradientBucket:
         return dist.all_reduce(values, op=op, group=self.topology.group, async_op=True)
 
     def record_plain(self, nbytes: int | None = None) -> None:
-        """Count what the uncompressed collective would have sent: of the whole bucket, or of ``nbytes``."""
+        """Count what the uncompressed collective would have sent: of the whole bucket, or of
+        ``nbytes``."""
         operation = "reduce_scatter" if self.sharded else "all_reduce"
         nbytes = self.gradients.nbytes if nbytes is None else nbytes
         self.topology.record_plain(self.ledger, self.traffic, operation, nbytes)
@@ -102,15 +106,17 @@ class GradientSync(abc.ABC):
 
     @abc.abstractmethod
     def start(self, gradients: torch.Tensor | None = None) -> Work:
-        """Start to sum gradients over the group. Called once an iteration, in the same order of buckets.
+        """Start to sum gradients over the group. Called once an iteration, in the same order of
+        buckets.
 
         Args:
-            gradients: ``[numel]``, summed in place; None: the bucket's own. FSDP2 has new ones each time.
+            gradients: ``[numel]``, summed in place; None: the bucket's own. FSDP2 has new ones each
+                time.
 
         Returns:
             Work whose ``wait`` leaves the sum, times ``bucket.scale``, in this rank's shard of them
-            (``bucket.sharded``), or in all of them, where every rank then holds the same bits. Non-finite
-            gradients of any rank show in it.
+            (``bucket.sharded``), or in all of them, where every rank then holds the same bits.
+            Non-finite gradients of any rank show in it.
         """
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -122,14 +128,15 @@ class GradientSync(abc.ABC):
 
 
 class GradientCompressor(abc.ABC):
-    """How ``--dp-compression`` sums gradients. Subclasses are frozen dataclasses whose fields are settings.
+    """How ``--dp-compression`` sums gradients. Subclasses are frozen dataclasses whose fields are
+    settings.
 
     Named by ``@register_gradient_compressor``, an entry point, or MODULE:CLASS.
     """
 
     has_memory: ClassVar[bool] = False
-    """Whether what an iteration leaves out is added to the next one's gradients: only then are the states of
-    its syncs saved, and settings refused under which they would have no fixed unit."""
+    """Whether what an iteration leaves out is added to the next one's gradients: only then are the
+    states of its syncs saved, and settings refused under which they would have no fixed unit."""
 
     @property
     def name(self) -> str:
@@ -143,10 +150,12 @@ class GradientCompressor(abc.ABC):
 
     @abc.abstractmethod
     def build(self, bucket: GradientBucket) -> GradientSync:
-        """Return what sums a bucket. Called on every rank for the same buckets in the same order."""
+        """Return what sums a bucket. Called on every rank for the same buckets in the same
+        order."""
 
     def default_start_iteration(self, train_iters: int | None) -> int:
-        """Return how many iterations go uncompressed where ``--compression-start-iteration`` is not given."""
+        """Return how many iterations go uncompressed where ``--compression-start-iteration`` is not
+        given."""
         return 0
 
     def describe(self) -> str:

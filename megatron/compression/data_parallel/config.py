@@ -38,21 +38,24 @@ _FLAG = setting(_COMPRESSION)
 
 # Megatron's argument -> why its gradients or weights pass through no bucket group that we know
 _REFUSED = {
-    "use_megatron_fsdp": f"communicates inside its own buffers ({argument('use_torch_fsdp2')} is supported)",
+    "use_megatron_fsdp": f"communicates inside its own buffers ({argument('use_torch_fsdp2')} is "
+    "supported)",
     "fp8_param_gather": "gathers fp8 weights already",
     "fp4_param_gather": "gathers fp4 weights already",
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers weights through the gradients' buffer",
-    "overlap_param_gather_with_optimizer_step": "gathers weights in the middle of the optimizer's step",
-    "ddp_reduce_scatter_with_fp32_accumulation": "has its own reduce-scatter; ours sums in fp32 too",
+    "overlap_param_gather_with_optimizer_step": "gathers weights in the middle of the optimizer's "
+    "step",
+    "ddp_reduce_scatter_with_fp32_accumulation": "has its own reduce-scatter; ours sums in fp32 "
+    "too",
     "nccl_ub": "registers the buffers that its own collectives use",
 }
 
 # The same for compressed weights of the distributed optimizer
 _REFUSED_WITH_WEIGHTS = {
-    "use_precision_aware_optimizer": "writes the weights inside its own kernel, where the difference to the "
-    "old ones is lost",
-    "optimizer_cuda_graph": "replays the optimizer's step, in which the host computes the difference of the "
-    "weights",
+    "use_precision_aware_optimizer": "writes the weights inside its own kernel, where the "
+    "difference to the old ones is lost",
+    "optimizer_cuda_graph": "replays the optimizer's step, in which the host computes the "
+    "difference of the weights",
 }
 
 # Megatron's argument -> how it changes the unit of gradients from one iteration to the next

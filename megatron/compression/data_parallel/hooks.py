@@ -1,4 +1,5 @@
-"""Puts data-parallel compression into a run: Megatron's bucket groups with compressed collectives."""
+"""Puts data-parallel compression into a run: Megatron's bucket groups with compressed
+collectives."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -40,22 +41,25 @@ from megatron.compression.replicated_parameters import cut_without_mark
 class InFlight:
     """Reductions of one kind of bucket that are under way, dense or experts'.
 
-    The hooks of later buckets start an earlier one's second exchange; the newest is left alone, so that the
-    computation does not wait for an exchange that has just begun. The order in which second exchanges start
-    has to be the same on all ranks of a group. Within a kind it is the order of the buckets. Between kinds it
-    is not: an expert without tokens is ready at another time. So each kind has its own.
+    The hooks of later buckets start an earlier one's second exchange; the newest is left alone, so
+    that the computation does not wait for an exchange that has just begun. The order in which
+    second exchanges start has to be the same on all ranks of a group. Within a kind it is the order
+    of the buckets. Between kinds it is not: an expert without tokens is ready at another time. So
+    each kind has its own.
     """
 
     def __init__(self) -> None:
         self._works: list[Work] = []
 
     def add(self, work: Work) -> None:
-        """Add a reduction that has just been started, and advance all but the newest of the others."""
+        """Add a reduction that has just been started, and advance all but the newest of the
+        others."""
         self.advance(self._works[:-1])
         self._works.append(work)
 
     def advance(self, works: list[Work] | None = None) -> None:
-        """Advance these, or all: their second exchanges run while the first one's result is waited for."""
+        """Advance these, or all: their second exchanges run while the first one's result is waited
+        for."""
         for work in self._works if works is None else works:
             work.advance()
         self._works = [work for work in self._works if not work.done]
@@ -81,7 +85,8 @@ class BucketGroupPlan:
     weights: list[BucketWeights] = field(default_factory=list)
     """One a bucket; empty: weights are not compressed."""
     gradient_replicas: list[list[torch.Tensor]] = field(default_factory=list)
-    """By bucket: reduced gradients that ``tensor_ranks`` hold alike; empty where nothing is lossy."""
+    """By bucket: reduced gradients that ``tensor_ranks`` hold alike; empty where nothing is
+    lossy."""
     weight_replicas: list[list[torch.Tensor]] = field(default_factory=list)
     """By bucket of ``weights``: the parts that ``tensor_ranks`` hold alike."""
     uncompressed_reason: str = "off"
@@ -109,7 +114,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """A bucket group whose class was changed after building; Megatron's own calls drive it.
 
     What it does not compress goes through megatron-core's methods. The outer hop, between optimizer
-    instances, is always its own: megatron-core sees one instance, and gives a handle of the inner hop.
+    instances, is always its own: megatron-core sees one instance, and gives a handle of the inner
+    hop.
     """
 
     plan: BucketGroupPlan
@@ -132,7 +138,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             super().start_grad_sync(force_all_reduce)
             if not plan.outer:
                 return
-            # None without overlap: then the inner hop is complete, and the outer one follows at once.
+            # None without overlap: then the inner hop is complete, and the outer one follows at
+            # once.
             work = Work(self.grad_reduce_handle)
         if plan.outer:
             nbytes = sum(bucket.gradients.nbytes for bucket in plan.outer)
@@ -155,7 +162,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         return join([Work(work) for work in works])
 
     def _prepare_gradients(self) -> None:
-        """Do what megatron-core does before a reduction, but for scaling, which waits for the fp32 sum."""
+        """Do what megatron-core does before a reduction, but for scaling, which waits for the fp32
+        sum."""
         parameters = (parameter for bucket in self.buckets for parameter in bucket.params_list)
         events = [
             getattr(parameter, "_cudagraph_wgrad_ready_event", None) for parameter in parameters
@@ -177,16 +185,18 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             )
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Complete this group's reduction; the second exchanges of its kind are on their way meanwhile."""
+        """Complete this group's reduction; the second exchanges of its kind are on their way
+        meanwhile."""
         self.plan.in_flight.advance()
         super().finish_grad_sync(force_all_reduce)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gather the updated weights: compressed after an optimizer step, as they are at any other time."""
+        """Gather the updated weights: compressed after an optimizer step, as they are at any other
+        time."""
         plan = self.plan
         if not plan.weights or any(weights.pending is None for weights in plan.weights):
-            # Nothing has changed since the last gather (a skipped step, a checkpoint), Megatron has copied
-            # the weights itself (warm-up), or a gather is under way and is to be waited for.
+            # Nothing has changed since the last gather (a skipped step, a checkpoint), Megatron has
+            # copied the weights itself (warm-up), or a gather is under way and is to be waited for.
             plan.uncompressed_reason = "off"
             if plan.weights:
                 plan.uncompressed_reason = plan.weights[0].uncompressed_reason
@@ -194,7 +204,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             for weights in plan.weights:
                 weights.uncompressed_reason = "exact"
             return
-        # Aligned after the gather: every rank has decoded by then, the first tensor-parallel one too.
+        # Aligned after the gather: every rank has decoded by then, the first tensor-parallel one
+        # too.
         work = join([weights.start() for weights in plan.weights]).then(self._align_weights)
         if self.ddp_config.overlap_param_gather and not force_sync:
             self.param_gather_handle = work
@@ -250,8 +261,8 @@ class Gradients(Dimension):
             return
         if all(_is_not_wrapped(chunk) for chunk in chunks):
             self.log(
-                "compression: --dp-compression has nothing to compress: the model is not wrapped by "
-                "DistributedDataParallel, as under --skip-train"
+                "compression: --dp-compression has nothing to compress: the model is not wrapped "
+                "by DistributedDataParallel, as under --skip-train"
             )
             return
         self._log_late_gradients()
@@ -309,7 +320,8 @@ class Gradients(Dimension):
         self.memory.loaded(state_dict)
 
     def cut(self, module: torch.nn.Module, data_shards: int = 1) -> Collection[torch.nn.Parameter]:
-        """Find the parameters that tensor parallelism cuts without Megatron's mark, and log their names.
+        """Find the parameters that tensor parallelism cuts without Megatron's mark, and log their
+        names.
 
         Args:
             module: a model chunk, not wrapped.
@@ -320,8 +332,9 @@ class Gradients(Dimension):
         cut = cut_without_mark(module, data_shards)
         if cut:
             self.log(
-                "compression: these parameters are split over tensor-parallel ranks but lack the mark "
-                f"tensor_model_parallel, so they are not treated as replicas: {', '.join(cut.values())}"
+                "compression: these parameters are split over tensor-parallel ranks but lack the "
+                "mark tensor_model_parallel, so they are not treated as replicas: "
+                f"{', '.join(cut.values())}"
             )
         return cut
 
@@ -341,8 +354,9 @@ class Gradients(Dimension):
             ranks 1                 nothing is sent             outer
             ranks more              gradients [, weights]       gradients, outer [, weights]
 
-        With the distributed optimizer (``sharded``) a bucket's sum is this rank's shard, and the outer hop
-        sums that shard; without it every rank holds all of the sum, and there is one instance.
+        With the distributed optimizer (``sharded``) a bucket's sum is this rank's shard, and the
+        outer hop sums that shard; without it every rank holds all of the sum, and there is one
+        instance.
 
         Args:
             group: megatron-core's.
@@ -416,8 +430,8 @@ class Gradients(Dimension):
         instances = config.num_distributed_optimizer_instances
         average = 1 / instances if config.average_in_collective else 1.0
         between = self.topology(group.inter_distributed_optimizer_instance_group)
-        # Not sharded: every instance needs all of this rank's shard. It has no spans, since a shard may begin
-        # in the middle of a parameter; codecs do not ask for them.
+        # Not sharded: every instance needs all of this rank's shard. It has no spans, since a shard
+        # may begin in the middle of a parameter; codecs do not ask for them.
         outer = GradientBucket(view.shard, (), average, False, between, self.ledger, "dp.outer")
         plan.outer.append(outer)
         if self.outer_codec is not None:

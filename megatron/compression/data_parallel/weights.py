@@ -1,18 +1,21 @@
-"""What data-parallel and tensor-parallel replicas hold alike: weights gathered compressed, values aligned.
+"""What data-parallel and tensor-parallel replicas hold alike: weights gathered compressed, values
+aligned.
 
-Megatron copies the updated fp32 masters over the owner's shard of the parameter buffer and gathers that. Here
-the masters' cast goes to a buffer of its own; its difference to the shard is encoded at once, gathered when
-Megatron gathers, and added by every rank, the owner too, to its own copy: replicas stay bit-identical, and
-what the encoding lost is in the next difference (SDP4Bit, arXiv 2410.15526).
+Megatron copies the updated fp32 masters over the owner's shard of the parameter buffer and gathers
+that. Here the masters' cast goes to a buffer of its own; its difference to the shard is encoded at
+once, gathered when Megatron gathers, and added by every rank, the owner too, to its own copy:
+replicas stay bit-identical, and what the encoding lost is in the next difference (SDP4Bit, arXiv
+2410.15526).
 
     step i      masters ---- cast ----> new [shard]
                                new - shard ---- encode ----> payload, which waits
     forward     payload ---- gather ----> all payloads, [ranks, bytes]
                 weights [ranks, shard] += decode(all payloads)             on every rank alike
 
-Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec quantises them
-in groups with neighbours that differ from rank to rank, so that the copies would drift. The first
-tensor-parallel rank's values are broadcast, exactly (``align``); next to the matrices they are few.
+Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec
+quantises them in groups with neighbours that differ from rank to rank, so that the copies would
+drift. The first tensor-parallel rank's values are broadcast, exactly (``align``); next to the
+matrices they are few.
 """
 
 from collections.abc import Collection, Iterable
@@ -35,16 +38,16 @@ ATTRIBUTE = "compressed_weights"
 class BucketWeights:
     """One bucket's weights, and the update that waits to be gathered.
 
-    With ``--overlap-param-gather`` an update waits from the optimizer's step to the next forward pass. A loop
-    may write the weights in between, as after a loss spike; then the update is out of date. To tell, this
-    rank's shard has its update at once, as with Megatron itself:
+    With ``--overlap-param-gather`` an update waits from the optimizer's step to the next forward
+    pass. A loop may write the weights in between, as after a loss spike; then the update is out of
+    date. To tell, this rank's shard has its update at once, as with Megatron itself:
 
         step        shard += decode(payload); its fingerprint is kept
         forward     another fingerprint, so it was written: send a change of nothing
                     all rows but this rank's += decode(all payloads)
 
-    That is decided on the device, without the host. Values of the shard that were not written have their
-    update with the next one, which is the difference of the masters to what they are.
+    That is decided on the device, without the host. Values of the shard that were not written have
+    their update with the next one, which is the difference of the masters to what they are.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class BucketWeights:
             policy: decides at each optimizer step how the update is sent.
             topology: the ranks that have a shard each.
             ledger: counts what is sent.
-            nbytes: of all weights of the bucket's group, by which the policy decides; None: any size.
+            nbytes: of all weights of the bucket's group, by which the policy decides; None: any
+                size.
             update_waits: an update may wait while others write the weights.
         """
         self.weights = weights.view(topology.world_size, -1)
@@ -72,7 +76,8 @@ class BucketWeights:
         self.topology = topology
         self.ledger = ledger
         self.pending: torch.Tensor | None = None
-        """Payload of this rank's shard; None: every rank holds the weights already, or Megatron gathers."""
+        """Payload of this rank's shard; None: every rank holds the weights already, or Megatron
+        gathers."""
         self.uncompressed_reason = "exact"
         """The ledger's reason of Megatron's next gather: exact where nothing has changed."""
         self._codec: Codec | None = None
@@ -80,7 +85,8 @@ class BucketWeights:
         self._updated: torch.Tensor | None = None
         """Fingerprint of the shard with its own update; None: the shard is as all ranks hold it."""
         self._misfit: torch.Tensor | None = None
-        """uint8 ``[]``, 1 where values were written that did not fit a lossless payload; None: never asked."""
+        """uint8 ``[]``, 1 where values were written that did not fit a lossless payload; None:
+        never asked."""
 
     @property
     def shard(self) -> torch.Tensor:
@@ -120,7 +126,8 @@ class BucketWeights:
         return self._codec.overflow_flag(self.pending) if self._codec.lossless else None
 
     def take_misfit(self) -> torch.Tensor | None:
-        """Return the flag of written values that did not fit, once; None: there were no such values to ask."""
+        """Return the flag of written values that did not fit, once; None: there were no such values
+        to ask."""
         misfit, self._misfit = self._misfit, None
         return misfit
 
@@ -147,7 +154,8 @@ class BucketWeights:
         return Work(pending, apply)
 
     def _unless_written(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return the payload, or where the shard was written since the step, that of no change to it."""
+        """Return the payload, or where the shard was written since the step, that of no change to
+        it."""
         was_written = (fingerprint(self.shard) != self._updated).any()
         self._updated = None
         no_change = self._codec.encode_difference(self.shard, self.shard)
@@ -158,7 +166,8 @@ class BucketWeights:
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``[4]`` of 16-bit values ``[n]``, others where some are changed or have changed places."""
+    """Return int64 ``[4]`` of 16-bit values ``[n]``, others where some are changed or have changed
+    places."""
     # Integers: a sum of floats would miss small changes, and depend on the order of adding.
     bits = values.view(torch.int16)
     subsets = (bits, bits[: len(bits) // 2], bits[::2], bits[::3])
@@ -168,15 +177,16 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
 def copy_masters(optimizer) -> bool:
     """Hand a distributed optimizer's updated masters to its buckets' ``BucketWeights``.
 
-    This stands for ``_copy_main_params_to_model_params``. A master is one rank's piece of one parameter:
+    This stands for ``_copy_main_params_to_model_params``. A master is one rank's piece of one
+    parameter:
 
         buffer     | bucket 0            | bucket 1                  |
         shard of rank 1 |-----|          |            |-------|
         masters         |a |b |          |            |b  |c  |      ranges "gbuf_world_in_bucket"
 
-    After it, every master is in exactly one place: in the pending payload of its bucket, or, where the bucket
-    is not compressed in this step or its payload does not fit, cast into the bucket itself, for Megatron to
-    gather. Both are decided alike on all ranks.
+    After it, every master is in exactly one place: in the pending payload of its bucket, or, where
+    the bucket is not compressed in this step or its payload does not fit, cast into the bucket
+    itself, for Megatron to gather. Both are decided alike on all ranks.
 
     Returns:
         False where no bucket is compressed in this step: nothing was done.
@@ -202,7 +212,8 @@ def copy_masters(optimizer) -> bool:
 
 
 def _compressed_now(buckets: list) -> dict[int, BucketWeights]:
-    """Decide for the buckets of an optimizer: the weights of those that are compressed, by ``id``."""
+    """Decide for the buckets of an optimizer: the weights of those that are compressed, by
+    ``id``."""
     compressed: dict[int, BucketWeights] = {}
     for bucket in buckets:
         weights = getattr(bucket, ATTRIBUTE, None)
@@ -232,8 +243,8 @@ def _masters_by_bucket(optimizer, buckets: list) -> dict[int, list[tuple[int, to
 
 
 def _leave_out_overflows(updated: list[BucketWeights]) -> None:
-    """Leave lossless buckets that overflow on any rank to Megatron, uncompressed, and all others of their
-    topology. The host waits for the device once a topology.
+    """Leave lossless buckets that overflow on any rank to Megatron, uncompressed, and all others of
+    their topology. The host waits for the device once a topology.
 
     Raises:
         RuntimeError: weights written since the last step did not fit, and were gathered as zeros.
@@ -251,8 +262,9 @@ def _leave_out_overflows(updated: list[BucketWeights]) -> None:
         answers = flags.ask(transport.any_ranks)
         if answers.get("written"):
             raise RuntimeError(
-                "weights written between an optimizer's step and the next forward pass did not fit a lossless "
-                "payload; call start_param_sync(force_sync=True) of the wrapped model before writing them"
+                "weights written between an optimizer's step and the next forward pass did not fit "
+                "a lossless payload; call start_param_sync(force_sync=True) of the wrapped model "
+                "before writing them"
             )
         if answers["update"]:
             for weights in buckets:
@@ -270,11 +282,14 @@ def replicated_parts(
     """Return the parts of a bucket that every tensor-parallel rank holds alike, views of ``flat``.
 
     Args:
-        flat: ``[n]``, values of the bucket from position ``first`` on: all of it, or this rank's shard.
+        flat: ``[n]``, values of the bucket from position ``first`` on: all of it, or this rank's
+            shard.
         spans: the bucket's parameters, by position.
-        cut: parameters that tensor parallelism cuts without Megatron's mark; they are none of the parts.
+        cut: parameters that tensor parallelism cuts without Megatron's mark; they are none of the
+            parts.
         first: the position of ``flat`` in the bucket.
-        gradients: the values are gradients. Those that CAAT-Net sums over the ranks later differ still.
+        gradients: the values are gradients. Those that CAAT-Net sums over the ranks later differ
+            still.
     """
     parts = []
     for span in spans:

@@ -78,7 +78,10 @@ class ExpertParallelConfig(SentOnce):
 
     def describe(self) -> str:
         forward, backward = self.codec_names
-        return f"expert parallelism: tokens to experts and back as {forward}, their gradients as {backward}"
+        return (
+            f"expert parallelism: tokens to experts and back as {forward}, their gradients as "
+            f"{backward}"
+        )
 
     def lines(self, args: Namespace) -> list[str]:
         """The lines for the log, one more where tensor parallelism's codec sends tokens, too."""

@@ -119,8 +119,9 @@ def attach(
         )
     if compressor is not None and compressor.has_memory:
         raise CompressionConfigError(
-            f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge calls nobody "
-            "when it loads a checkpoint; use a codec such as sdp4bit, or pretrain_gpt.py"
+            f"dp {dp}: its memory of gradients would be lost on a resume, since Megatron-Bridge "
+            "calls nobody when it loads a checkpoint; use a codec such as sdp4bit, or "
+            "pretrain_gpt.py"
         )
     # Before the model is built, which makes the buffers.
     _disable_user_buffers(cfg, config)
@@ -319,7 +320,8 @@ class BridgeCompression:
         except (OSError, ValueError) as error:
             reason = str(error)
         print_on_first_rank(
-            f"compression: {file} cannot be read ({reason}); layers past the error bound are measured anew"
+            f"compression: {file} cannot be read ({reason}); layers past the error bound are "
+            "measured anew"
         )
         return None
 

@@ -1,10 +1,10 @@
 """Compression in a training loop of one's own over megatron-core, without megatron.training:
 
-    compression = attach(model_chunks, CompressionConfig(...))     # before they are wrapped
+    compression = attach(model_chunks, CompressionConfig(...))   # before they are wrapped
     chunks = [DistributedDataParallel(...) for chunk in model_chunks]
-    compression.attach_wrapped(chunks)                             # after
+    compression.attach_wrapped(chunks)                           # after
     ... forward_backward_func(...); optimizer.step(); compression.step()
-    compression.close()                                            # where the process goes on without it
+    compression.close()                                          # if the process goes on without it
 
 A process may have several models, each with a ``compression`` of its own.
 """

@@ -1,5 +1,5 @@
-"""Compression under PyTorch's FSDP2 (``fully_shard``), without megatron-core: attach.py, weights.py (gathers)
-and gradients.py (reductions).
+"""Compression under PyTorch's FSDP2 (``fully_shard``), without megatron-core: attach.py, weights.py
+(gathers) and gradients.py (reductions).
 
     compression = attach(model, gather="lossless", reduce="int8")        # after fully_shard
 """

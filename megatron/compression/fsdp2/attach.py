@@ -55,7 +55,8 @@ def attach(
 ) -> "Fsdp2Compression":
     """Compress what the modules of ``model`` under ``fully_shard`` send.
 
-    Collective over the ranks of the model's mesh; ranks that have no part in the model need not call.
+    Collective over the ranks of the model's mesh; ranks that have no part in the model need not
+    call.
 
     Args:
         model: the root module, on any device.
@@ -107,9 +108,9 @@ def attach(
 class Fsdp2Compression:
     """Compression of one model under FSDP2.
 
-    Ranks agree on what is sent by what they all see: steps of the model's optimizer, iterations, calls of
-    ``weights_changed``. Nothing that one rank alone may see (another optimizer, a version counter of torch's)
-    starts a collective.
+    Ranks agree on what is sent by what they all see: steps of the model's optimizer, iterations,
+    calls of ``weights_changed``. Nothing that one rank alone may see (another optimizer, a version
+    counter of torch's) starts a collective.
     """
 
     def __init__(
@@ -125,9 +126,11 @@ class Fsdp2Compression:
         Args:
             model: the root module.
             run: policy, ledger and transports, of this model alone or of a whole run.
-            topology_of: finds the topology of a process group; called once a group, collectively over it.
+            topology_of: finds the topology of a process group; called once a group, collectively
+                over it.
             log: prints a line; called on every rank.
-            is_copy: tells parameters that ranks outside the mesh hold as well; None: see ``copies_of``.
+            is_copy: tells parameters that ranks outside the mesh hold as well; None: see
+                ``copies_of``.
 
         Raises:
             CompressionConfigError: a setting of FSDP's that is not covered.
@@ -135,7 +138,8 @@ class Fsdp2Compression:
         self.run = run
         self._log = log
         self.iteration = 0
-        """Forward passes that began after a step of the model's optimizer; a run that resumes may set it."""
+        """Forward passes that began after a step of the model's optimizer; a run that resumes may
+        set it."""
         self.audit: BackendAudit | None = None
         """Compares the first iteration's ledger with what c10d is given."""
         self.topologies: dict[dist.ProcessGroup, Topology] = {}
@@ -155,7 +159,8 @@ class Fsdp2Compression:
         # Everything is refused before anything is changed.
         for group in self.groups:
             check_supported(group, weights, gradients)
-        # In the order of the modules, the same on all ranks of a group: finding a topology is collective.
+        # In the order of the modules, the same on all ranks of a group: finding a topology is
+        # collective.
         for group in self.groups:
             for process_group in filter(None, (group.shard_group, group.replica_group)):
                 if process_group not in self.topologies:
@@ -164,8 +169,9 @@ class Fsdp2Compression:
             self._hook_into(group, is_copy or copies_of(group))
         _compressed.add(self)
         self._handles = [model.register_forward_pre_hook(self._begin_model, prepend=True)]
-        # An optimizer that writes through pointers (Transformer Engine's, apex's) changes no version, so
-        # steps are counted. The hook is torch's for all optimizers, and must not keep the model alive.
+        # An optimizer that writes through pointers (Transformer Engine's, apex's) changes no
+        # version, so steps are counted. The hook is torch's for all optimizers, and must not keep
+        # the model alive.
         weak_self = weakref.proxy(self)
         step_hook = register_optimizer_step_post_hook(
             lambda optimizer, *_: weak_self._on_step(optimizer)
@@ -193,17 +199,20 @@ class Fsdp2Compression:
     def _describe(self, weights: Codec | None, gradients: Any) -> None:
         names = [codec.name if codec else "uncompressed" for codec in (weights, gradients)]
         self._log(
-            f"compression: FSDP2: {len(self.groups)} modules: weights {names[0]}, gradients {names[1]}"
+            f"compression: FSDP2: {len(self.groups)} modules: weights {names[0]}, gradients "
+            f"{names[1]}"
         )
         for process_group, topology in self.topologies.items():
             on_nccl = dist.get_backend(process_group) == "nccl"
             if on_nccl and topology.nodes == 1 and not over_tcp(process_group):
                 self._log(
-                    "compression: FSDP2: these ranks share a host: leave it off unless you measure a gain"
+                    "compression: FSDP2: these ranks share a host: leave it off unless you measure "
+                    "a gain"
                 )
 
     def close(self) -> None:
-        """Give the model back to FSDP as it was; gradients that a compressor remembers are dropped."""
+        """Give the model back to FSDP as it was; gradients that a compressor remembers are
+        dropped."""
         for slots in self._slots:
             slots.restore()
         for handle in self._handles:
@@ -215,7 +224,8 @@ class Fsdp2Compression:
         _compressed.discard(self)
 
     def weights_changed(self) -> None:
-        """Look again whether lossless payloads fit, at the next forward pass. To be called on all ranks.
+        """Look again whether lossless payloads fit, at the next forward pass. To be called on all
+        ranks.
 
         Steps of the model's optimizer are noticed without.
         """
@@ -250,7 +260,8 @@ class Fsdp2Compression:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        """Before the root's forward pass, and before each gather: a part of the model may be called, too."""
+        """Before the root's forward pass, and before each gather: a part of the model may be
+        called, too."""
         for compression in _compressed:
             if compression is not self and compression._has_begun and compression.audit is not None:
                 compression.audit.abandon()  # what this model sends is not in its ledger
@@ -271,7 +282,8 @@ class Fsdp2Compression:
         self._say_if_nothing_is_compressed()
 
     def _say_if_nothing_is_compressed(self) -> None:
-        """After the first compressed iteration: say so where the compressor left out all gradients."""
+        """After the first compressed iteration: say so where the compressor left out all
+        gradients."""
         rule = self.run.policy.rule("dp.gradient")
         # the first iteration that was to be compressed has just ended
         if self.iteration != rule.start_iteration + 1:
@@ -279,8 +291,8 @@ class Fsdp2Compression:
         sent = self.run.ledger.totals()["dp.gradient"]
         if sent["excluded"][0] and not sent["compressed"][0]:
             self._log(
-                f"compression: FSDP2: {rule.codec.name} compresses no gradients: its layers have other names "
-                "here, or are small; try tagc:layers=all"
+                f"compression: FSDP2: {rule.codec.name} compresses no gradients: its layers have "
+                "other names here, or are small; try tagc:layers=all"
             )
 
     def _before_gather(self, gather: WeightGather) -> None:
@@ -289,7 +301,8 @@ class Fsdp2Compression:
         codec, _ = self.run.policy.decide("dp.weight")
         if codec is None or not codec.lossless:
             return
-        # Megatron's own count, in a run of its: its optimizer may hold parameters that nobody knows.
+        # Megatron's own count, in a run of its: its optimizer may hold parameters that nobody
+        # knows.
         iteration = self.run.policy.iteration()
         if self._weights_changed or iteration != self._iteration_asked:
             self._weights_changed = False
@@ -302,7 +315,8 @@ class Fsdp2Compression:
         """Encode all shards and ask the ranks whether they fit. The host waits for the device.
 
         Raises:
-            RuntimeError: weights that changed unnoticed did not fit; passes since had zeros for them.
+            RuntimeError: weights that changed unnoticed did not fit; passes since had zeros for
+                them.
         """
         gathers = [gather for gather in self.gathers if gather.numel]
         for topology in dict.fromkeys(gather.topology for gather in gathers):
@@ -317,12 +331,13 @@ class Fsdp2Compression:
                 gather.fits = not overflows[gather]
                 if overflows[gather, "since the last time"]:
                     raise RuntimeError(
-                        f"weights of {gather.group} changed unnoticed and did not fit their payload: passes "
-                        "had zeros for them; call weights_changed() after a change"
+                        f"weights of {gather.group} changed unnoticed and did not fit their "
+                        "payload: passes had zeros for them; call weights_changed() after a change"
                     )
 
     def summary(self) -> str:
-        """One line: what this rank has sent, would have sent uncompressed, and keeps on the device."""
+        """One line: what this rank has sent, would have sent uncompressed, and keeps on the
+        device."""
         totals = self.run.ledger.totals()
         line = "sent"
         all_sent = 0
@@ -341,7 +356,8 @@ class Fsdp2Compression:
         line += f", {memory / 1e6:.3f} MB of kept gradients"
         misfits = sum(gather.fits is False for gather in self.gathers)
         if misfits:
-            line += f"; {misfits} modules have weights that lossless cannot shorten: gathered uncompressed"
+            line += f"; {misfits} modules have weights that lossless cannot shorten: "
+            line += "gathered uncompressed"
         return line
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -359,7 +375,8 @@ class Fsdp2Compression:
         """Restore what ``state_dict`` gave, on the same number of ranks.
 
         Raises:
-            CompressionConfigError: the state is of another number of ranks, other settings or another model.
+            CompressionConfigError: the state is of another number of ranks, other settings or
+                another model.
         """
         # a name that only a job of more ranks has
         more_ranks = f"rank{dist.get_world_size()}."
@@ -378,7 +395,8 @@ class Fsdp2Compression:
             sync.load_state({name: state[f"{prefix}.{name}"] for name in sync.state()})
 
     def _syncs_with_memory(self) -> dict[str, GradientSync]:
-        """Return the syncs by a prefix that names this rank; empty where the compressor remembers nothing."""
+        """Return the syncs by a prefix that names this rank; empty where the compressor remembers
+        nothing."""
         if not getattr(self.run.policy.rule("dp.gradient").codec, "has_memory", False):
             return {}
         # Groups without gradients have no memory.
@@ -391,8 +409,9 @@ class Fsdp2Compression:
 
 def _other_memory(problem: str) -> str:
     return (
-        f"load_state_dict(): the saved memory of gradients {problem}: it was saved on another number of ranks, "
-        'with other settings or of another model; load without "compression", so that it starts from zero'
+        f"load_state_dict(): the saved memory of gradients {problem}: it was saved on another "
+        "number of ranks, with other settings or of another model; load without "
+        '"compression", so that it starts from zero'
     )
 
 

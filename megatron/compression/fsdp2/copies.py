@@ -1,10 +1,12 @@
-"""Parameters that ranks outside FSDP's mesh hold as well: their weights and gradients are sent exactly.
+"""Parameters that ranks outside FSDP's mesh hold as well: their weights and gradients are sent
+exactly.
 
-Under tensor parallelism every rank of a tensor-parallel group holds the norms in whole, sharded by FSDP over
-the data-parallel ranks. A lossy codec quantises a parameter in groups with its neighbours, which differ from
-one tensor-parallel rank to the next; so the copies would come out different, and drift. Next to the matrices
-such parameters are few: they are sent beside the payload, as they are. Gradients are added in fp32 in the
-order of the ranks, since the order of a backend's sum may differ from one group to the next.
+Under tensor parallelism every rank of a tensor-parallel group holds the norms in whole, sharded by
+FSDP over the data-parallel ranks. A lossy codec quantises a parameter in groups with its
+neighbours, which differ from one tensor-parallel rank to the next; so the copies would come out
+different, and drift. Next to the matrices such parameters are few: they are sent beside the
+payload, as they are. Gradients are added in fp32 in the order of the ranks, since the order of a
+backend's sum may differ from one group to the next.
 
       tensor rank 0     [ matrix A0 | norm ]  -> payload of all of it, and the norm's bits
       tensor rank 1     [ matrix A1 | norm ]  -> payload of all of it, and the norm's bits, the same
@@ -31,9 +33,9 @@ IsCopy = Callable[[torch.nn.Parameter], bool]
 def copies_of(group: ParameterGroup) -> IsCopy:
     """Return how copies of a group's parameters are told, in a model of a user's own.
 
-    A DTensor says it itself: its placements of the dimensions that are not FSDP's. Of plain tensors nobody
-    knows whether other ranks hold them alike. Vectors (norms, biases) are taken for copies wherever the job
-    has ranks outside FSDP's mesh, since they are few; matrices are not.
+    A DTensor says it itself: its placements of the dimensions that are not FSDP's. Of plain tensors
+    nobody knows whether other ranks hold them alike. Vectors (norms, biases) are taken for copies
+    wherever the job has ranks outside FSDP's mesh, since they are few; matrices are not.
     """
     fsdp_dimensions = group.mesh_dimensions
     ranks_outside = group.mesh_size < dist.get_world_size()
@@ -55,7 +57,8 @@ def copies_of(group: ParameterGroup) -> IsCopy:
 
 @dataclass(frozen=True)
 class Copies:
-    """Where copies lie in a row of ``n`` values, one rank's shards of a group's parameters end to end."""
+    """Where copies lie in a row of ``n`` values, one rank's shards of a group's parameters end to
+    end."""
 
     spans: tuple[tuple[int, int], ...]
     """Begin and end of each; neighbours are joined."""
@@ -67,7 +70,8 @@ class Copies:
         return bool(self.spans)
 
     def gather(self, shard: Tensor, rows: Tensor) -> Work:
-        """Start to gather the copies of every rank's shard ``[n]``; ``wait`` writes them into ``[W, n]``."""
+        """Start to gather the copies of every rank's shard ``[n]``; ``wait`` writes them into
+        ``[W, n]``."""
         values = self._taken(shard[None])
         gathered = values.new_empty((self.topology.world_size, values.shape[1]))
         self._count("all_gather", gathered.nbytes)
@@ -83,8 +87,8 @@ class Copies:
         return Work(pending, write)
 
     def sum_to_owners(self, rows: Tensor, scale: float) -> Work:
-        """Start to add up the copies of ``[W, n]``, a row for each owner; ``wait`` returns what ``write``
-        takes, fp32 ``[m]``, times ``scale``."""
+        """Start to add up the copies of ``[W, n]``, a row for each owner; ``wait`` returns what
+        ``write`` takes, fp32 ``[m]``, times ``scale``."""
         values = self._taken(rows)
         received = torch.empty_like(values)
         self._count("all_to_all", values.nbytes)
@@ -118,7 +122,8 @@ class Copies:
             position += size
 
     def _count(self, operation: str, nbytes: int) -> None:
-        """Count what is sent; what they would be without compression is in the payload's count already."""
+        """Count what is sent; what they would be without compression is in the payload's count
+        already."""
         sent = bytes_sent(operation, nbytes, self.topology.world_size)
         for link, part in self.topology.split(operation, sent).items():
             if part:

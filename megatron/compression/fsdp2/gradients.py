@@ -1,7 +1,9 @@
-"""Reductions of FSDP2's gradients over a codec or a gradient compressor, in the place of FSDP's own.
+"""Reductions of FSDP2's gradients over a codec or a gradient compressor, in the place of FSDP's
+own.
 
-FSDP gives a module's gradients as ``[ranks, n]``: to a ``GradientCompressor`` a bucket whose shards are the
-rows. Under HSDP this rank's row is a second bucket, summed over the replicas by FSDP's all-reduce hook.
+FSDP gives a module's gradients as ``[ranks, n]``: to a ``GradientCompressor`` a bucket whose shards
+are the rows. Under HSDP this rank's row is a second bucket, summed over the replicas by FSDP's
+all-reduce hook.
 """
 
 from functools import cached_property
@@ -49,7 +51,8 @@ class GradientSums:
             group: the parameters.
             topology: the ranks that sum.
             run: policy, ledger and transports.
-            sharded: each rank keeps its row of the sum; else every rank has one row and keeps all of it.
+            sharded: each rank keeps its row of the sum; else every rank has one row and keeps all
+                of it.
             is_copy: tells parameters that ranks outside FSDP's mesh hold as well.
         """
         self.group = group
@@ -65,7 +68,8 @@ class GradientSums:
     def copies(self, numel: int) -> Copies | None:
         """Return where the copies lie in a row of a pass; None: that cannot be known.
 
-        FSDP leaves out frozen parameters, and those that a pass has not used, and does not say which.
+        FSDP leaves out frozen parameters, and those that a pass has not used, and does not say
+        which.
 
         Args:
             numel: gradients of the pass, over all rows.
@@ -90,7 +94,8 @@ class GradientSums:
 
     @cached_property
     def spans(self) -> tuple[ParameterSpan, ...]:
-        """Every rank's piece of every parameter that has gradients; a parameter of a span is that piece."""
+        """Every rank's piece of every parameter that has gradients; a parameter of a span is that
+        piece."""
         rows = self.topology.world_size if self.sharded else 1
         spans: list[ParameterSpan] = []
         position = 0
@@ -143,8 +148,10 @@ class GradientSums:
             compressor = self.run.policy.rule(TRAFFIC).codec
             if numel != self.numel and not isinstance(compressor, CodecGradients):
                 raise CompressionConfigError(
-                    f"reduce={compressor.name}: a pass gave {numel} gradients, the first {self.numel}, of "
-                    f"{', '.join(self.group.names)}; it needs the same in each, so choose a codec such as int8"
+                    f"reduce={compressor.name}: a pass gave {numel} gradients, the first "
+                    f"{self.numel}, of "
+                    f"{', '.join(self.group.names)}; it needs the same in each, so choose a codec "
+                    "such as int8"
                 )
             dtype = self.group.gradient_dtype
             device = self.group.device
@@ -170,7 +177,8 @@ class GradientSums:
         if copies:
             # Started first: it reads the gradients, which the sum overwrites.
             exact = self._sum_copies(copies, gradients, scale)
-        # FSDP runs this on its own stream, and overlaps it there: nothing is gained by waiting later.
+        # FSDP runs this on its own stream, and overlaps it there: nothing is gained by waiting
+        # later.
         sync.start(gradients).wait()
         total = bucket.shard_of(gradients) if self.sharded else gradients
         if copies and exact is not None:
@@ -203,7 +211,8 @@ class GradientReduce(DefaultAllocMixin, ReduceScatter):
         self.over_replicas = over_replicas
         """Under HSDP."""
         self.next_hook = group.all_reduce_hook if over_replicas is not None else None
-        """What the user had given to ``set_all_reduce_hook``, which FSDP calls after its own sum."""
+        """What the user had given to ``set_all_reduce_hook``, which FSDP calls after its own
+        sum."""
         self._partial: Tensor | None = None
 
     @property

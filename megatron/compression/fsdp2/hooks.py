@@ -47,9 +47,11 @@ class DataParallel(Gradients):
 
 
 def _is_replicated(parameter: torch.nn.Parameter, cut: Collection[torch.nn.Parameter]) -> bool:
-    """Return whether every tensor-parallel rank holds a parameter in whole; ``cut`` lack Megatron's mark.
+    """Return whether every tensor-parallel rank holds a parameter in whole; ``cut`` lack Megatron's
+    mark.
 
-    Context-parallel ranks are in FSDP's own mesh; there are no pipeline stages and no experts beside it.
+    Context-parallel ranks are in FSDP's own mesh; there are no pipeline stages and no experts
+    beside it.
     """
     if parallel_state.get_tensor_model_parallel_world_size() == 1 or parameter in cut:
         return False

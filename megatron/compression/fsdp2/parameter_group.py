@@ -1,11 +1,14 @@
-"""What ``fully_shard`` gathers and reduces together, and everything of torch's FSDP2 that is not public.
+"""What ``fully_shard`` gathers and reduces together, and everything of torch's FSDP2 that is not
+public.
 
-torch offers ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; which parameters a module sends, over
-which ranks and in which types is private. All private names that compression leans on are in this file, and
-``parameter_groups`` checks them before anything is changed, so that another torch is refused in one line.
+torch offers ``set_custom_all_gather`` and ``set_custom_reduce_scatter``; which parameters a module
+sends, over which ranks and in which types is private. All private names that compression leans on
+are in this file, and ``parameter_groups`` checks them before anything is changed, so that another
+torch is refused in one line.
 
     module of fully_shard  ->  FSDPParamGroup  ->  FSDPParam, one a parameter
-                               what is sent        this rank's shard of it, padded to the same size on all ranks
+                               what is sent        this rank's shard of it, padded to the
+                                                   same size on all ranks
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +38,8 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"compression of FSDP2 is for torch {DEVELOPED_WITH}; torch {torch.__version__} keeps parts of FSDP2 "
-        f"elsewhere ({error}): install the versions of constraints.txt"
+        f"compression of FSDP2 is for torch {DEVELOPED_WITH}; torch {torch.__version__} keeps "
+        f"parts of FSDP2 elsewhere ({error}): install the versions of constraints.txt"
     ) from error
 
 __all__ = ["AllGather", "DefaultAllocMixin", "ParameterGroup", "ReduceScatter", "is_bw"]
@@ -78,12 +81,14 @@ class ParameterGroup:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """This rank's shards, DTensors. FSDP may put others in their place, so they are asked for anew."""
+        """This rank's shards, DTensors. FSDP may put others in their place, so they are asked for
+        anew."""
         return [shard.sharded_param for shard in self.fsdp.fsdp_params]
 
     @property
     def piece_shapes(self) -> list[torch.Size]:
-        """The shape of this rank's shard of each parameter, padding included; the same on all ranks."""
+        """The shape of this rank's shard of each parameter, padding included; the same on all
+        ranks."""
         return [shard.padded_sharded_param_size for shard in self.fsdp.fsdp_params]
 
     @property
@@ -181,7 +186,10 @@ class ParameterGroup:
             )
         # A memory adds to an iteration what another has left out, in the unit of then.
         if memory and torch.float16 in (self.fsdp.mp_policy.reduce_dtype, *self.gather_dtypes):
-            return "has fp16 gradients, whose scale may change; use bf16, or no compressor with a memory"
+            return (
+                "has fp16 gradients, whose scale may change; use bf16, or no compressor with a "
+                "memory"
+            )
         return None
 
     def _refused_setting(self) -> str | None:
@@ -250,16 +258,18 @@ def _check_names(fsdp: Any) -> None:
         missing += [name for name in _PARAMETER_NAMES if not hasattr(shard, name)]
     if missing:
         raise CompressionConfigError(
-            f"attach(): FSDP2 of torch {torch.__version__} has no {', '.join(missing)}, which compression "
-            f"uses as of torch {DEVELOPED_WITH}; install the versions of constraints.txt"
+            f"attach(): FSDP2 of torch {torch.__version__} has no {', '.join(missing)}, which "
+            f"compression uses as of torch {DEVELOPED_WITH}; install the versions of "
+            "constraints.txt"
         )
 
 
 class Slots:
     """The places of one group where FSDP calls what compression has put there.
 
-    torch keeps one object a slot, and a later call of a public setter replaces it without a word: the sum
-    over the replicas would be left out. So ``check`` looks at them at each pass that begins.
+    torch keeps one object a slot, and a later call of a public setter replaces it without a word:
+    the sum over the replicas would be left out. So ``check`` looks at them at each pass that
+    begins.
     """
 
     def __init__(
@@ -275,7 +285,8 @@ class Slots:
             group: the parameters.
             gather: an ``AllGather``.
             reduce: a ``ReduceScatter``.
-            sum_replicas: under HSDP, sums this rank's row of the gradients over the replicas, in place.
+            sum_replicas: under HSDP, sums this rank's row of the gradients over the replicas, in
+                place.
         """
         self.group = group
         self._replaced: dict[str, tuple[Any, Any]] = {}
@@ -283,8 +294,8 @@ class Slots:
         self._replace("_all_gather_comm", gather)
         self._replace("_reduce_scatter_comm", reduce)
         if sum_replicas is not None:
-            # FSDP's own all-reduce would come before the hook. With a mesh of the shards' dimension alone
-            # there is none.
+            # FSDP's own all-reduce would come before the hook. With a mesh of the shards' dimension
+            # alone there is none.
             whole_mesh = group.fsdp.mesh_info
             shards_alone = FSDPMeshInfo(whole_mesh.mesh, whole_mesh.shard_mesh_dim)
             self._replace("mesh_info", shards_alone)
@@ -293,7 +304,8 @@ class Slots:
             self._replace("_all_reduce_hook", sum_replicas)
 
     def _replace(self, name: str, ours: Any) -> None:
-        # By name, past the public setters: from torch 2.13 on they refuse a module with several groups.
+        # By name, past the public setters: from torch 2.13 on they refuse a module with several
+        # groups.
         self._replaced[name] = (ours, getattr(self.group.fsdp, name))
         setattr(self.group.fsdp, name, ours)
 
@@ -307,8 +319,8 @@ class Slots:
             # Equal, not identical: a bound method is made anew each time it is read.
             if name in self._replaced and getattr(self.group.fsdp, name) != self._replaced[name][0]:
                 raise CompressionConfigError(
-                    f"{setter} of {self.group} has replaced what attach() had put there, and it would be left "
-                    f"out; call {setter} before attach()"
+                    f"{setter} of {self.group} has replaced what attach() had put there, and it "
+                    f"would be left out; call {setter} before attach()"
                 )
 
     def restore(self) -> None:
@@ -323,5 +335,5 @@ _SETTERS = {
     "_reduce_scatter_comm": "set_custom_reduce_scatter()",
     "_all_reduce_hook": "set_all_reduce_hook()",
 }
-"""Slot -> the public method that sets it. ``set_allocate_memory_from_process_group_for_comm`` refuses by
-itself what is not torch's shard."""
+"""Slot -> the public method that sets it. ``set_allocate_memory_from_process_group_for_comm``
+refuses by itself what is not torch's shard."""

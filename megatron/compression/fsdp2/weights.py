@@ -1,8 +1,8 @@
 """All-gathers of FSDP2's weights over a codec, in the place of ``fully_shard``'s own.
 
-Each gather encodes the weights as they are. Whether lossless payloads fit is known before: at agreed moments
-(attach.py) all shards are encoded, and the host reads the ranks' flags once. A shard that did not fit goes
-uncompressed on all ranks until the next such moment.
+Each gather encodes the weights as they are. Whether lossless payloads fit is known before: at
+agreed moments (attach.py) all shards are encoded, and the host reads the ranks' flags once. A shard
+that did not fit goes uncompressed on all ranks until the next such moment.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ class WeightGather(AllGatherOfCompression):
             topology: the ranks that have a shard each.
             run: policy, ledger and transports.
             is_copy: tells parameters that ranks outside FSDP's mesh hold as well.
-            before: called before each gather outside the backward pass; sets ``fits`` where the codec is
-                lossless.
+            before: called before each gather outside the backward pass; sets ``fits`` where the
+                codec is lossless.
         """
         self.group = group
         self.topology = topology
@@ -57,7 +57,8 @@ class WeightGather(AllGatherOfCompression):
         self.buffer_bytes = 0
         """Of one gather's payloads, sent and received."""
         self.misfit = torch.zeros((), dtype=torch.uint8, device=group.device)
-        """uint8 ``[]``: 1 where a payload was sent that did not fit, since weights had changed unnoticed."""
+        """uint8 ``[]``: 1 where a payload was sent that did not fit, since weights had changed
+        unnoticed."""
         self._versions: list[tuple[int, int, int]] = []
 
     @property
@@ -66,7 +67,8 @@ class WeightGather(AllGatherOfCompression):
         return sum(self.group.shard_sizes)
 
     def overflow(self, codec: Codec) -> Tensor:
-        """Encode this rank's shard: uint8 ``[]`` on the device, 1 where it does not fit its payload."""
+        """Encode this rank's shard: uint8 ``[]`` on the device, 1 where it does not fit its
+        payload."""
         # What is looked at now counts as known.
         self._versions = self.group.versions()
         (dtype,) = self.group.gather_dtypes
@@ -75,8 +77,8 @@ class WeightGather(AllGatherOfCompression):
     def check_alone(self, codec: Codec) -> None:
         """Look whether weights that were changed since they were asked about still fit.
 
-        torch counts a change on the rank that makes it, which may be this one alone; so no rank is asked.
-        The host waits for the device where there was a change.
+        torch counts a change on the rank that makes it, which may be this one alone; so no rank is
+        asked. The host waits for the device where there was a change.
 
         Raises:
             RuntimeError: this rank's shard does not fit its payload.
@@ -86,9 +88,9 @@ class WeightGather(AllGatherOfCompression):
         # A module that did not fit before is gathered uncompressed, whatever it holds.
         if self.fits and bool(self.overflow(codec)):
             raise RuntimeError(
-                f"weights of {self.group} were changed between two passes without a step of their optimizer, "
-                "and do not fit a lossless payload any more; call weights_changed() on all ranks after the "
-                "change"
+                f"weights of {self.group} were changed between two passes without a step of their "
+                "optimizer, and do not fit a lossless payload any more; call weights_changed() on "
+                "all ranks after the change"
             )
 
     def __call__(
@@ -98,7 +100,8 @@ class WeightGather(AllGatherOfCompression):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather ``[n]`` of every rank into ``[W * n]``, of which it is a part, on the current stream."""
+        """Gather ``[n]`` of every rank into ``[W * n]``, of which it is a part, on the current
+        stream."""
         ledger = self.run.ledger
         nbytes = output_tensor.nbytes
         if group is not self.topology.group:
@@ -124,7 +127,8 @@ class WeightGather(AllGatherOfCompression):
         return None
 
     def _start(self, codec: Codec, shard: Tensor, rows: Tensor) -> Work:
-        """Start to gather every rank's ``[n]`` by a codec into ``[W, n]``, of which ``shard`` is a row."""
+        """Start to gather every rank's ``[n]`` by a codec into ``[W, n]``, of which ``shard`` is a
+        row."""
         ledger = self.run.ledger
         self.topology.record_plain(ledger, TRAFFIC, "all_gather", rows.nbytes)
         # One row: the shard is encoded as a whole, over the ends of its parameters.

@@ -3,11 +3,12 @@
 A replaced function is the process's, and several runs may be open: an actor and a critic, a teacher
 and a student. It finds the run that it serves by what it was given, or by what is at work:
 
-marks       An object that belongs to a run is marked with it when the run attaches: a model's chunk, the
-            configuration of a model, a bucket group. ``run_of`` and ``run_of_model`` look it up.
-at work     Where nothing in a function's arguments tells, the innermost ``at_work`` does, which surrounds
-            whatever knows its model: a schedule, a training step, an evaluation. An object without
-            a run puts None there: what it sends is nobody's.
+marks       An object that belongs to a run is marked with it when the run attaches: a model's
+            chunk, the configuration of a model, a bucket group. ``run_of`` and ``run_of_model``
+            look it up.
+at work     Where nothing in a function's arguments tells, the innermost ``at_work`` does, which
+            surrounds whatever knows its model: a schedule, a training step, an evaluation. An
+            object without a run puts None there: what it sends is nobody's.
 
 A run is open from ``open_run`` to ``close_run``, or until it is garbage. When the last one closes,
 replaced symbols are the originals again (``symbols.take_out``). A run may be any object here; it is

@@ -3,7 +3,7 @@ else does.
 
 Every replacement is registered. Two kinds:
 
-lasting     repairs and stand-ins that a living model or the machine needs: they stay for the process
+lasting     repairs and stand-ins that a living model or the machine needs: they stay
 others      serve runs: ``take_out`` restores the originals when the last run has been closed
 
 A replacement serves whichever run is at work (see running.py), so one is enough for all runs of a
@@ -225,8 +225,8 @@ def _register(
     if known is not None and _reaches(_held(owner, name), known.function):
         if _describe(known.patch) != _describe(patch):
             raise PatchError(
-                f"{path} is replaced by {_describe(known.patch)} already; {_describe(patch)} has to be part "
-                "of that"
+                f"{path} is replaced by {_describe(known.patch)} already; {_describe(patch)} has "
+                "to be part of that"
             )
         return known.calls
     if parameters:

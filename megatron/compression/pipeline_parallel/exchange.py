@@ -147,7 +147,8 @@ class PipelineExchange:
         if communicator.config.use_ring_exchange_p2p:
             raise CompressionConfigError(
                 "pipeline compression does not reach torch.distributed.ring_exchange; set "
-                f"use_ring_exchange_p2p to False, or drop {setting('pipeline_parallel.compression')}"
+                "use_ring_exchange_p2p to False, or drop "
+                f"{setting('pipeline_parallel.compression')}"
             )
         # Both directions have one shape, unless stages tell each other.
         shapes = dict.fromkeys(RECEIVED, tensor_shape)

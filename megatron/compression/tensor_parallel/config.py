@@ -50,7 +50,8 @@ OTHER_LAYERS = (
 """Arguments of Megatron's whose layers are not a dense GPT's."""
 
 _NOT_COVERED = {
-    "distribute_saved_activations": "gathers the inputs of recomputed layers, which are not compressed",
+    "distribute_saved_activations": "gathers the inputs of recomputed layers, which are not "
+    "compressed",
     **dict.fromkeys(
         OTHER_LAYERS, f"is not a dense GPT layer's, which {setting(_COMPRESSION)} covers"
     ),

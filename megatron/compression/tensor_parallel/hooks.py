@@ -97,8 +97,8 @@ class TensorParallel(Dimension):
         overlaps = all(transports.transport(group).overlaps for group in groups)
         if self.config.halves and not overlaps:
             self.log(
-                f"compression: {HALVES} gains nothing here: over symmetric memory a collective fills the "
-                "GPU, so nothing overlaps with it; drop it"
+                f"compression: {HALVES} gains nothing here: over symmetric memory a collective "
+                "fills the GPU, so nothing overlaps with it; drop it"
             )
 
     def attach_wrapped(self, chunks: list[torch.nn.Module]) -> None:

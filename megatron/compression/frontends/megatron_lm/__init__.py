@@ -78,5 +78,6 @@ def check_megatron_core(installed: tuple[str, Path] | None) -> None:
         state = f"{installed[0]} is in {installed[1]}"
     raise InputError(
         f"megatron-core {MEGATRON_CORE_SERIES} is required, {state}: pip install "
-        f"'megatron-core=={MEGATRON_CORE_SERIES}.*', or put that release of Megatron-LM first on the path"
+        f"'megatron-core=={MEGATRON_CORE_SERIES}.*', or put that release of Megatron-LM first on "
+        "the path"
     )

@@ -97,7 +97,10 @@ def cannot_load(error: BaseException, args: Namespace | None) -> str | None:
     if isinstance(error, FileNotFoundError) and args.ckpt_step:
         return _no_such_iteration(source, Path(folder), args.ckpt_step)
     if damaged := damaged_file(folder):
-        return f"{source}: {damaged}: name another checkpoint, or an earlier iteration with --ckpt-step"
+        return (
+            f"{source}: {damaged}: name another checkpoint, or an earlier iteration with "
+            "--ckpt-step"
+        )
     line = _mismatch(error, saved, args)
     return None if line is None else f"{source}: {line}"
 
@@ -195,7 +198,10 @@ def _no_such_iteration(source: str, folder: Path, iteration: int) -> str:
     """The line for a --ckpt-step that was not saved."""
     names = sorted(path.name.removeprefix("iter_").lstrip("0") for path in folder.glob("iter_*"))
     saved_iterations = ", ".join(names) or "none"
-    return f"{source} has no iteration {iteration}: give --ckpt-step one of those it has ({saved_iterations}), or drop it"
+    return (
+        f"{source} has no iteration {iteration}: give --ckpt-step one of those it has "
+        f"({saved_iterations}), or drop it"
+    )
 
 
 def damaged_file(folder: str) -> str | None:

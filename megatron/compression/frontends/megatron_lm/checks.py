@@ -26,7 +26,10 @@ def cannot_join(error: BaseException, args: Namespace | None) -> str | None:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         port = os.environ.get("MASTER_PORT", "29500")
-        return f"port {port} of this machine is in use: set MASTER_PORT (torchrun --master-port) to another"
+        return (
+            f"port {port} of this machine is in use: set MASTER_PORT (torchrun --master-port) to "
+            "another"
+        )
     if "RANK" not in os.environ:
         return "this process was not started by torchrun: torchrun --nproc-per-node N SCRIPT ..."
     return None

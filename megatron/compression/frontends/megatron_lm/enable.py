@@ -118,7 +118,8 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Sessi
         model_config.post_wrap_hooks.append(session.attach_wrapped)
         if not is_covered(model_config.transformer):
             LOG(
-                "compression: not a GPT that is covered: not all of its tensor-parallel traffic is counted"
+                "compression: not a GPT that is covered: not all of its tensor-parallel traffic is "
+                "counted"
             )
     if session.automatic is None:
         session.describe()

@@ -21,8 +21,9 @@ from megatron.compression.frontends.megatron_lm import entrypoint
 from megatron.compression.frontends.megatron_lm.enable import add_arguments, complete
 from megatron.compression.huggingface.models import add_qwen_arguments, expand
 
-_FILLERS = """--mock-data --tokenizer-type NullTokenizer --ckpt-format torch_dist --micro-batch-size 1
-    --seq-length 16 --train-iters 1 --lr 0 --transformer-impl local --no-load-optim --no-load-rng
+_FILLERS = """--mock-data --tokenizer-type NullTokenizer --ckpt-format torch_dist
+    --micro-batch-size 1 --seq-length 16 --train-iters 1 --lr 0 --transformer-impl local
+    --no-load-optim --no-load-rng
     --no-save-optim --no-save-rng"""
 """Flags that Megatron's parser asks for, without effect on weights."""
 _PRECISION_FLAGS = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"], torch.float32: []}
