@@ -203,6 +203,7 @@ class DataParallelConfig(DimensionConfig):
     def check(self, args: Namespace) -> None:
         if not self.enabled:
             return
+        in_graph = whole_iterations(args)
         refuse_arguments(args, _REFUSED, f"drop it or {_FLAG}")
         refuse_fp16(args, _COMPRESSION, (self.gradient_codec, self.outer_codec, self.weight_codec))
         if getattr(args, "use_layer_wise_distributed_optimizer", False):
@@ -222,7 +223,7 @@ class DataParallelConfig(DimensionConfig):
                 "spreads data-parallel ranks over another group as well, which is not covered",
                 f"drop it or {_FLAG}",
             )
-        if whole_iterations(args):
+        if in_graph:
             self._check_captured(args)
         if args.use_torch_fsdp2:
             if args.cuda_graph_impl != "none":

@@ -10,6 +10,7 @@ from megatron.compression import flags
 from megatron.compression.caat_net.config import check_checkpoint
 from megatron.compression.config import CompressionConfig, names_on_command_line
 from megatron.compression.frontends.megatron_lm import checks
+from megatron.compression.names import Names
 from megatron.compression.report import check_report_directory, megatron_seconds, megatron_track
 from megatron.compression.session import Host
 
@@ -53,9 +54,13 @@ class MegatronLoop(Host):
 
     def __init__(self, args: Namespace) -> None:
         self.arguments = args
-        self.names = names_on_command_line(args)
         self.log_interval = args.log_interval
         self.iteration = self._current_iteration
+
+    @property
+    def names(self) -> Names:
+        """The flags that the user has typed for settings."""
+        return names_on_command_line(self.arguments)
 
     def checked_config(self) -> CompressionConfig:
         """Return what the flags say about compression, once they and Megatron's have been checked.
