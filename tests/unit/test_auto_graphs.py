@@ -1,4 +1,4 @@
-"""--compression auto in CUDA graphs: what is timed, what is compared, when graphs are recommended."""
+"""--compression auto in CUDA graphs: what is timed and compared, when graphs are recommended."""
 
 import contextlib
 from argparse import Namespace
@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression.auto import plan, stopwatch
 from megatron.compression.auto.automatic import LOOKED_AT, Automatic
-from megatron.compression.auto.measurement import Measurement
+from megatron.compression.auto.measurement import Candidates, Measurement
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.stopwatch import Stopwatch
 from megatron.compression.config import CompressionConfig
@@ -19,163 +19,252 @@ from megatron.compression.session import Session
 from tests.unit.megatron_args import parsed
 from tests.unit.test_auto import one_plan
 
-LAUNCHED, REPLAYED = 300e-6, 80e-6
-"""Seconds of a call."""
+LAUNCHED = 300e-6
+"""Seconds of a call that the host launches."""
+REPLAYED = 80e-6
+"""Seconds of a call in the replay of a graph."""
 
 
-@pytest.mark.parametrize(
-    ("failure", "other"), [(None, None), ("refused\nmore", None), (None, "refused")]
-)
-def test_replays_are_timed_if_all_ranks_can_capture(monkeypatch, failure, other) -> None:
-    """Else eager calls, on all ranks, with a rank's reason. As torch does, a capture that fails leaves its
-    stream the current one."""
-    now, calls, current = [0.0], [], ["training's"]
+class Gpu:
+    """In place of torch's streams and CUDA graphs, on a clock that calls and replays move on.
 
-    @contextlib.contextmanager
-    def capture(graph, capture_error_mode):
-        calls.append(0)
-        current[0] = "capture's"
-        if failure:
-            raise RuntimeError(failure)
-        yield
-        graph.calls, current[0] = calls.pop(), "training's"
+    As torch does, a capture that fails leaves its stream the current one.
 
-    def call() -> None:
-        if calls:
-            calls[0] += 1
+    Args:
+        failure: why this rank cannot capture; None: it can.
+        other_rank: the same of the other of two ranks.
+    """
+
+    def __init__(self, failure: str | None, other_rank: str | None) -> None:
+        self.clock = 0.0
+        self.stream = "training's"
+        self._failure = failure
+        self._other_rank = other_rank
+        self._captured_calls: int | None = None
+        """Calls so far of the capture that is under way."""
+
+    def call(self) -> None:
+        """Stand for the sending of a message."""
+        if self._captured_calls is None:
+            self.clock += LAUNCHED
         else:
-            now[0] += LAUNCHED
+            self._captured_calls += 1
+
+    def new_graph(self) -> Namespace:
+        graph = Namespace(calls=0)
+
+        def replay() -> None:
+            self.clock += graph.calls * REPLAYED
+
+        graph.replay = replay
+        return graph
 
     @contextlib.contextmanager
-    def stream(own):
+    def capture(self, graph, capture_error_mode):
+        self._captured_calls = 0
+        self.stream = "capture's"
+        if self._failure:
+            raise RuntimeError(self._failure)
+        yield
+        graph.calls = self._captured_calls
+        self._captured_calls = None
+        self.stream = "training's"
+
+    @contextlib.contextmanager
+    def on_stream(self, stream):
         try:
             yield
         finally:
-            current[0] = own
+            self.stream = stream
 
-    def new_graph() -> Namespace:
-        graph = Namespace()
-        graph.replay = lambda: now.__setitem__(0, now[0] + graph.calls * REPLAYED)
-        return graph
+    def gather_reasons(self, into, local, group=None) -> None:
+        """Gather both ranks' reasons, in place of ``all_gather_object``."""
+        self._captured_calls = None  # a capture that failed has ended
+        into[:] = local, self._other_rank
 
-    def gather(into, own, group=None) -> None:
-        calls.clear()
-        into[:] = own, other
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stopwatch, "time", Namespace(perf_counter=lambda: self.clock))
+        monkeypatch.setattr(stopwatch, "largest", lambda *values: list(values))
+        monkeypatch.setattr(torch.cuda, "stream", self.on_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.new_graph)
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "all_gather_object", self.gather_reasons)
 
-    monkeypatch.setattr(stopwatch, "time", Namespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(stopwatch, "largest", lambda *values: list(values))
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+
+def test_replays_are_timed_where_all_ranks_can_capture(monkeypatch) -> None:
+    gpu = Gpu(None, None)
+    gpu.install(monkeypatch)
     watch = Stopwatch()
-    reasons = {"refused"} if failure or other else set()
-    assert watch.seconds(call, in_graph=True) == pytest.approx(LAUNCHED if reasons else REPLAYED)
-    assert watch.not_captured == reasons
-    assert watch.seconds(call) == pytest.approx(LAUNCHED) and current == ["training's"]
+    assert watch.seconds(gpu.call, in_graph=True) == pytest.approx(REPLAYED)
+    assert not watch.not_captured
+    assert watch.seconds(gpu.call) == pytest.approx(LAUNCHED)
+    assert gpu.stream == "training's"
 
 
-@pytest.mark.parametrize(("graphs", "captured"), [("none", 0), ("local", 1), ("full_iteration", 3)])
-def test_messages_that_a_graph_holds(graphs, captured) -> None:
-    """Graphs of layers do not hold gradients, nor without ``moe`` among their modules experts' tokens."""
+@pytest.mark.parametrize(
+    ("failure", "other_rank"), [("refused\nmore", None), (None, "refused")], ids=["here", "there"]
+)
+def test_calls_are_timed_eager_where_a_rank_cannot_capture(
+    monkeypatch, failure, other_rank
+) -> None:
+    """All ranks keep the first line of its reason, and training's stream is current again."""
+    gpu = Gpu(failure, other_rank)
+    gpu.install(monkeypatch)
+    watch = Stopwatch()
+    assert watch.seconds(gpu.call, in_graph=True) == pytest.approx(LAUNCHED)
+    assert watch.not_captured == {"refused"}
+    assert watch.seconds(gpu.call) == pytest.approx(LAUNCHED)
+    assert gpu.stream == "training's"
+
+
+@pytest.mark.parametrize(
+    ("graphs", "in_graphs"),
+    [
+        ("none", []),
+        ("local", ["tensor_parallel"]),
+        ("full_iteration", ["tensor_parallel", "data_parallel", "expert_parallel"]),
+    ],
+)
+def test_messages_are_timed_in_the_graph_that_holds_them(graphs, in_graphs) -> None:
+    """Graphs of layers hold no gradients, and no tokens of experts unless ``moe`` is a module."""
     args = Namespace(cuda_graph_impl=graphs, cuda_graph_modules=["attn"])
     sender = Namespace(sends=lambda message, rule: message.dimension)
-    in_graphs = []
+    timed_in_graphs = []
 
     def seconds(dimension: str, in_graph: bool) -> float:
         if in_graph:
-            in_graphs.append(dimension)
+            timed_in_graphs.append(dimension)
         return 1.0
 
     watch = Namespace(seconds=seconds)
     run = Measurement(args, CompressionConfig(), Workload(1.0, ()), sender, watch, {})
-    dimensions = ["tensor_parallel", "data_parallel", "expert_parallel"]
-    for dimension in dimensions:
+    for dimension in ("tensor_parallel", "data_parallel", "expert_parallel"):
         run._seconds(MessageKind(dimension, "", "all_reduce", (4,), torch.float32, 1.0))
-    assert in_graphs == dimensions[:captured]
+    assert timed_in_graphs == in_graphs
+
+
+def lossless_candidates(graphs: str) -> Candidates:
+    """Return tensor parallelism's candidates for a budget of zero, which only lossless meets."""
+    args = parsed("--compression", "auto")
+    config = resolve(args)
+    args.cuda_graph_impl = graphs
+    run = Measurement(args, config, Workload(1.0, ()), Namespace(), Namespace(), {})
+    return run._possible("tensor_parallel", 0.0)
+
+
+def test_lossless_is_a_choice_without_graphs() -> None:
+    assert [recipe.name for recipe in lossless_candidates("none").rules] == ["lossless"]
 
 
 def test_lossless_is_no_choice_in_graphs() -> None:
-    """It is off there, so that a plan would promise what nobody compresses."""
-    args = parsed("--compression", "auto")
-    run = Measurement(args, resolve(args), Workload(1.0, ()), Namespace(), Namespace(), {})
-    candidates = run._possible("tensor_parallel", 0.0)
-    assert [recipe.name for recipe in candidates.rules] == ["lossless"]
-    args.cuda_graph_impl = "full_iteration"
-    candidates = run._possible("tensor_parallel", 0.0)
+    """It is off there: a plan with it would promise a compression that does not happen."""
+    candidates = lossless_candidates("full_iteration")
     assert not candidates.rules
     reason = "not possible: --cuda-graph-impl full_iteration switches lossless off"
     assert candidates.reason == reason
 
 
 @pytest.fixture
-def begun(monkeypatch):
-    """Makes a run with such graphs, which has decided; and the lines that it says."""
+def begin(monkeypatch):
+    """A function that begins a run which has decided, and returns it with the lines of its log."""
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
 
     def begin(graphs: str, *flags: str, **megatron) -> tuple[Automatic, list[str]]:
-        args, said = parsed("--compression", "auto", *flags, save=None, **megatron), []
+        log = []
+        args = parsed("--compression", "auto", *flags, save=None, **megatron)
         session = Session(resolve(args))
+        args.cuda_graph_impl = graphs
+        args.cuda_graph_warmup_steps = 2
         session.host.arguments = args
-        args.cuda_graph_impl, args.cuda_graph_warmup_steps = graphs, 2
-        session.host.log = said.append
+        session.host.log = log.append
         run = Automatic(session, lambda: 1.0)
         run._begin(one_plan())
-        return run, said
+        return run, log
 
     return begin
 
 
-@pytest.mark.parametrize(
-    ("graphs", "length"),
-    [("none", 4 * plan.BLOCK), ("full_iteration", 2 * (plan.BLOCK + 3)), ("local", None)],
+CAPTURED_ONCE = (
+    "compression auto: --cuda-graph-impl local captures once: iterations without are not compared"
 )
-def test_iterations_that_are_compared(begun, graphs, length) -> None:
-    """None where layers are captured once, which is said."""
-    run, said = begun(graphs)
-    assert (None if run._check.done else run._check.iterations) == length
-    line = "compression auto: --cuda-graph-impl local captures once: iterations without are not compared"
-    assert (line in said) == (length is None)
 
 
-def test_nothing_is_measured_while_iterations_are_compared(begun) -> None:
-    """It would be timed, and in graphs of whole iterations run without one."""
-    run, _ = begun("full_iteration", "--compression-error-bound", "0.1")
+# Without graphs there are two blocks with and two without the codec. With graphs of iterations
+# there is one of each, longer by two iterations to warm up and a capture.
+@pytest.mark.parametrize(
+    ("graphs", "iterations"),
+    [("none", 4 * plan.BLOCK), ("full_iteration", 2 * (plan.BLOCK + 3))],
+)
+def test_iterations_with_and_without_compression_are_compared(begin, graphs, iterations) -> None:
+    run, log = begin(graphs)
+    assert not run._check.done
+    assert run._check.iterations == iterations
+    assert CAPTURED_ONCE not in log
+
+
+def test_graphs_of_layers_are_captured_once_and_not_compared(begin) -> None:
+    run, log = begin("local")
+    assert run._check.done
+    assert CAPTURED_ONCE in log
+
+
+def test_nothing_is_measured_while_iterations_are_compared(begin) -> None:
+    """The error meter would lengthen iterations, and those of whole graphs would run without one."""
+    run, _ = begin("full_iteration", "--compression-error-bound", "0.1")
     run.session.host.log_interval = 10
     run.session.iteration_ends(1, {})
     assert run.session.run.policy.meter.interval == 0
 
 
+class Layer(TransformerLayer):
+    """A layer without modules: only its hooks are called."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+
+@pytest.fixture
+def watched(begin, monkeypatch):
+    """A function that trains a layer while the host is watched, and returns log and layer."""
+
+    def watched(gpu_is_idle: bool, transformer_impl: str) -> tuple[list[str], Layer]:
+        run, log = begin("none", transformer_impl=transformer_impl)
+        stream = Namespace(query=lambda: gpu_is_idle)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(run.session, "attach_dimensions", lambda chunks: chunks)
+        layer = Layer()
+        run.attach_model([torch.nn.ModuleList([layer])])
+        # The first iteration compiles kernels and does not count.
+        for iteration in range(1 + LOOKED_AT):
+            for hook in layer._forward_pre_hooks.values():
+                hook(layer, ())
+            run.on_training_log(iteration + 1)
+        return [line for line in log if "the host is the bottleneck" in line], layer
+
+    return watched
+
+
 @pytest.mark.parametrize(
-    ("idle", "layers", "flags"),
+    ("transformer_impl", "flags"),
     [
-        (True, "local", "do; --cuda-graph-impl full_iteration"),
-        (
-            True,
-            "transformer_engine",
-            "do; --transformer-impl local --cuda-graph-impl full_iteration",
-        ),
-        (False, "local", ""),
+        ("local", "do; --cuda-graph-impl full_iteration"),
+        ("transformer_engine", "do; --transformer-impl local --cuda-graph-impl full_iteration"),
     ],
 )
 def test_graphs_are_recommended_where_the_gpu_waits_for_the_host(
-    begun, monkeypatch, idle, layers, flags
+    watched, transformer_impl, flags
 ) -> None:
-    """In one line after a few iterations, the first left out; then nobody looks any more."""
-    run, said = begun("none", transformer_impl=layers)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Namespace(query=lambda: idle))
-    monkeypatch.setattr(run.session, "attach_dimensions", lambda chunks: chunks)
-    layer = TransformerLayer.__new__(TransformerLayer)
-    torch.nn.Module.__init__(layer)
-    run.attach_model([torch.nn.ModuleList([layer])])
-    for iteration in range(1 + LOOKED_AT):
-        for hook in layer._forward_pre_hooks.values():
-            hook(layer, ())
-        run.on_training_log(iteration + 1)
-    lines = [one for one in said if "the host is the bottleneck" in one]
-    assert len(lines) == idle and not layer._forward_pre_hooks
-    assert all("at 3 of 3 layers the GPU" in one and flags in one for one in lines)
+    (line,), layer = watched(True, transformer_impl)
+    assert "at 3 of 3 layers the GPU" in line
+    assert flags in line
+    assert not layer._forward_pre_hooks, "the layer is still watched"
+
+
+def test_graphs_are_not_recommended_where_the_gpu_is_busy(watched) -> None:
+    lines, layer = watched(False, "local")
+    assert not lines
+    assert not layer._forward_pre_hooks, "the layer is still watched"
