@@ -211,7 +211,7 @@ def test_graphs_of_layers_are_captured_once_and_not_compared(begin) -> None:
 
 
 def test_nothing_is_measured_while_iterations_are_compared(begin) -> None:
-    """The error meter would lengthen iterations, and those of whole graphs would run without one."""
+    """The error meter would lengthen iterations; graphs of iterations would not run in them."""
     run, _ = begin("full_iteration", "--compression-error-bound", "0.1")
     run.session.host.log_interval = 10
     run.session.iteration_ends(1, {})
