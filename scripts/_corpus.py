@@ -88,9 +88,10 @@ class Manifest:
             print(f"corpus: {directory} is unfinished; it is made anew", flush=True)
 
     def _read(self) -> dict:
-        """Return the file's content; empty where it is missing or damaged."""
+        """Return the manifest's content; empty where it is missing or damaged."""
         try:
             recorded = json.loads((self.directory / MANIFEST).read_text())
+            # These two raise if what they are given is not what ``add`` writes.
             Request(**recorded["request"])
             dict(recorded["hashes"])
         except (OSError, ValueError, KeyError, TypeError):

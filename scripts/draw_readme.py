@@ -305,7 +305,12 @@ def with_figures(text: str, rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Draw a bar for each situation that was measured."""
+    """Draw a picture with a bar for each of ``BARS`` that has measurements.
+
+    Args:
+        rows: measurements, as in the table of today's rows.
+        path: the picture's file.
+    """
     import matplotlib
 
     # No window: the picture goes into a file.
@@ -318,14 +323,14 @@ def draw(rows: list[dict], path: Path) -> None:
         speeds = bar.speeds(rows)
         if speeds:
             draw_bar(axes, len(labels), bar, speeds)
-            labels.append(f"{bar.label} ({len(speeds)})")
+            labels.append(f"{bar.label} ({len(speeds)})")  # how many measurements
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()  # the first bar is on top
-    axes.axvline(1, color="black", linewidth=0.9)
+    axes.axvline(1, color="black", linewidth=0.9)  # as fast as uncompressed
     axes.set_xlabel(CAPTION, loc="left", fontsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.use_sticky_edges = False
+    axes.use_sticky_edges = False  # else bars that begin at 1 have no margin on the left
     axes.margins(x=0.08, y=0.02)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

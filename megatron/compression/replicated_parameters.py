@@ -1,5 +1,8 @@
-"""Which parameters every tensor-parallel rank holds in whole, and what is particular about some of
-them."""
+"""Which parameters every tensor-parallel rank holds in whole: its replicas, which must keep equal bits.
+
+Megatron marks a parameter that tensor parallelism shards by ``tensor_model_parallel``. What has no mark
+counts as a replica, is summed or copied over the ranks, and so must be one.
+"""
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -11,39 +14,43 @@ QUERY_KEY_NORMS = ("q_layernorm", "k_layernorm")
 megatron-core sums these itself."""
 
 
-def cut_without_mark(
+def sharded_without_mark(
     module: torch.nn.Module, data_shards: int = 1
 ) -> dict[torch.nn.Parameter, str]:
-    """Find parameters that tensor parallelism cuts without Megatron's mark
-    ``tensor_model_parallel``.
+    """Find parameters that tensor parallelism shards although Megatron has not marked them.
 
-    Attention's ``softmax_offset`` is one. They are told by the model's ``sharded_state_dict``, by
-    which checkpoints are cut.
+    Attention's ``softmax_offset`` is one. Taken for replicas, the ranks' different shards would be made
+    equal. The model's checkpoint tells them apart: its ``sharded_state_dict`` says which part of a whole
+    tensor a rank saves.
 
     Args:
         module: a model chunk.
-        data_shards: ranks that torch's FSDP2 shards each parameter over, in its first dimension; 1
-            without.
+        data_shards: ranks over which torch's FSDP2 shards each parameter in its first dimension; 1 without
+            FSDP2. These parts are no work of tensor parallelism.
 
     Returns:
         The parameters, and their names in the module.
     """
-    cut = {
+    # An entry of the checkpoint holds the parameter's own tensor; under FSDP2 its local shard.
+    sharded = {
         id(saved.data)
         for saved in sharded_state_dict_default(module).values()
-        if isinstance(saved, ShardedTensor) and _is_cut(saved, data_shards)
+        if isinstance(saved, ShardedTensor) and _is_sharded(saved, data_shards)
     }
-    return {
-        parameter: name
-        for name, parameter in module.named_parameters()
-        # of FSDP2's parameters checkpoints hold the local shard
-        if id(to_local_if_dtensor(parameter)) in cut
-        and not getattr(parameter, "tensor_model_parallel", False)
-    }
+    unmarked = {}
+    for name, parameter in module.named_parameters():
+        is_marked = getattr(parameter, "tensor_model_parallel", False)
+        if id(to_local_if_dtensor(parameter)) in sharded and not is_marked:
+            unmarked[parameter] = name
+    return unmarked
 
 
-def _is_cut(saved: ShardedTensor, data_shards: int) -> bool:
-    """Return whether more ranks than those of FSDP2 hold pieces of a tensor."""
-    # Leading axes are of stacked layers or experts, which are no cut of a parameter.
-    pieces = saved.axis_fragmentations[saved.prepend_axis_num :]
-    return any(count > (data_shards if axis == 0 else 1) for axis, count in enumerate(pieces))
+def _is_sharded(saved: ShardedTensor, data_shards: int) -> bool:
+    """Return whether a tensor is in more parts than FSDP2 alone makes of it."""
+    # Leading axes stack layers or experts: whole parameters beside each other.
+    parts_by_axis = saved.axis_fragmentations[saved.prepend_axis_num :]
+    for axis, parts in enumerate(parts_by_axis):
+        parts_of_fsdp2 = data_shards if axis == 0 else 1
+        if parts > parts_of_fsdp2:
+            return True
+    return False

@@ -485,8 +485,11 @@ class Session:
 
 
 def groups_by_dimension(has_experts: bool) -> dict[str, list[dist.ProcessGroup]]:
-    """Return this rank's process groups by dimension, for the audit; experts have groups of their
-    own."""
+    """Return this rank's process groups by dimension.
+
+    The audit compares the bytes that the ledger has for a dimension with those that were sent in its
+    groups.
+    """
     groups = {
         "expert parallel": [],
         "tensor parallel": [parallel_state.get_tensor_model_parallel_group()],
@@ -494,8 +497,9 @@ def groups_by_dimension(has_experts: bool) -> dict[str, list[dist.ProcessGroup]]
         "pipeline parallel": [parallel_state.get_pipeline_model_parallel_group()],
         "context parallel": [parallel_state.get_context_parallel_group()],
     }
-    # Experts have process groups of their own, whose ranks are some of the others'.
     if has_experts:
+        # Experts have groups of their own. The dispatchers send tokens over experts' expert and
+        # tensor ranks together.
         groups["expert parallel"] += [parallel_state.get_expert_tensor_and_model_parallel_group()]
         groups["tensor parallel"] += [parallel_state.get_expert_tensor_parallel_group()]
         groups["data parallel"] += [parallel_state.get_expert_data_parallel_group()]

@@ -70,7 +70,7 @@ class DataParallel:
             # They begin with the masters, rounded.
             self.rank_weights = self._flatten(self.masters).bfloat16()
             """What every rank holds, in bf16."""
-            self._show_rank_weights()
+            self._copy_rank_weights_into_parameters()
 
     def backward(self, model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
         """Leave a batch's gradients in ``grad``, and return its mean loss.
@@ -98,22 +98,27 @@ class DataParallel:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer change the fp32 weights, and send the ranks the change."""
+        """Let the optimizer change the fp32 masters, and send the ranks the change.
+
+        Without a codec of weights the parameters themselves are the masters.
+        """
         if self.weight_codec is None:
             optimizer.step()
             return
+        # The optimizer holds the parameters, in which the ranks' bf16 weights lie: the masters take
+        # their place for the step.
         torch._foreach_copy_(self.parameters, self.masters)
         optimizer.step()
         torch._foreach_copy_(self.masters, self.parameters)
         new_weights = self._flatten(self.masters).bfloat16()
-        # What a rank decodes is added to what it holds, so that an error of this step is a part of the next
-        # step's difference.
+        # Error feedback: ranks add what they decode to what they hold, so what this payload rounds off
+        # is in the next step's difference.
         payload = self.weight_codec.encode_difference(new_weights, self.rank_weights)
         self.weight_codec.add_decoded(payload[None], self.rank_weights[None])
-        self._show_rank_weights()
+        self._copy_rank_weights_into_parameters()
 
-    def _show_rank_weights(self) -> None:
-        """Copy what the ranks hold into the parameters."""
+    def _copy_rank_weights_into_parameters(self) -> None:
+        """Let the model compute with what the ranks hold, in bf16."""
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, self._split(self.rank_weights))
 

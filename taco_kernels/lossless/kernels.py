@@ -544,12 +544,14 @@ def decoded_words(
 
 @triton.jit
 def bits_of(word, lower, FP32: tl.constexpr):
-    """int32 fp32 bits of the two values of a word.
+    """Return two values as the bits of fp32 numbers, int32 each.
 
     Args:
-        word: their upper halves.
-        lower: their lower halves; not looked at unless FP32.
+        word: int32 with the upper 16 bits of both values, the first one's in its lower half.
+        lower: int32 with the lower 16 bits of both, likewise; not looked at unless FP32 (a value of
+            bf16 has none).
     """
+    # A shift to the right of an int32 repeats its sign: the mask removes that.
     if FP32:
         first = (word << 16) | (lower & LOWER_HALF)
         second = (word & UPPER_HALF) | ((lower >> 16) & LOWER_HALF)

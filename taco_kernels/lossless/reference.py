@@ -110,8 +110,9 @@ class LosslessLayout:
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"lossless takes bf16 and fp32, not {self.dtype}: "
-                "of fp16's 5 bits of exponent 3 would stay"
+                "it sends 3 bits instead of an exponent of 8, and fp16's has 5"
             )
+        # Kernels count a row in 32 bits, the last tile's padding included.
         if not 1 <= self.numel < 2**31 - TILE:
             raise ValueError(f"numel={self.numel} must lie in [1, 2^31 - {TILE})")
         if not 0 < self.share <= 1:

@@ -150,7 +150,13 @@ class CodecConfig:
 
 
 def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
-    """Refuse two configs unless sums of the first one's groups can be encoded by the second as they are.
+    """Check that a sum in one codec's groups can be encoded by another codec group by group.
+
+    The sum then stays in the Hadamard domain: it is not rotated back and forth in between.
+
+    Args:
+        config: the codec of the addends.
+        config_out: the codec of the sum.
 
     Raises:
         ValueError: they differ in group_size, hadamard or outliers.
@@ -159,7 +165,7 @@ def check_same_groups(config: CodecConfig, config_out: CodecConfig) -> None:
         if getattr(config, name) != getattr(config_out, name):
             raise ValueError(
                 f"config_out.{name}={getattr(config_out, name)} must be that of config, "
-                f"{getattr(config, name)}: the sum is encoded without leaving its groups"
+                f"{getattr(config, name)}: the sum is encoded group by group"
             )
 
 

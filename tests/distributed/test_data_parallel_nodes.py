@@ -77,7 +77,7 @@ OFFSET = "decoder.layers.0.self_attention.core_attention.softmax_offset"
 
 def cut_worker(rank: int, world_size: int) -> tuple[float, float]:
     """The relative errors of a gradient and of its weight against the uncompressed run, TP 2 x DP 2."""
-    from megatron.compression.replicated_parameters import cut_without_mark
+    from megatron.compression.replicated_parameters import sharded_without_mark
 
     start(rank, tensor_ranks=2)
     setup = Setup(softmax="learnable")
@@ -86,7 +86,10 @@ def cut_worker(rank: int, world_size: int) -> tuple[float, float]:
         train(rank, replace(plain, settings=settings), 1)[0]
         for settings in ({}, {"compression": "identity"})
     )
-    assert sorted(cut_without_mark(compressed.model).values()) == [OFFSET, OFFSET.replace("0", "1")]
+    assert sorted(sharded_without_mark(compressed.model).values()) == [
+        OFFSET,
+        OFFSET.replace("0", "1"),
+    ]
     gradient = _error(expected, compressed, OFFSET, "main_grad")
     expected, compressed = (
         train(rank, replace(setup, settings=settings), 4)[0]

@@ -104,16 +104,21 @@ class Automatic:
         self._idle.append(torch.cuda.current_stream().query())
 
     def _recommend_graphs(self) -> None:
-        """Recommend CUDA graphs where the GPU waits for the host at most layers."""
+        """Stop watching the host, and recommend CUDA graphs if the GPU waited for it.
+
+        It did if at more than half of the layers the GPU had nothing left to do.
+        """
         for handle in self._watching:
             handle.remove()
-        if sum(self._idle) <= len(self._idle) / 2:
+        idle_layers = sum(self._idle)
+        if idle_layers <= len(self._idle) / 2:
             return
+        # The check reads gradients on the host, which a graph of a whole iteration cannot hold.
         flags = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
         if self.args.transformer_impl != "local":
             flags = f"--transformer-impl local {flags}"
         self._tell(
-            f"the host is the bottleneck: at {sum(self._idle)} of {len(self._idle)} layers the GPU "
+            f"the host is the bottleneck: at {idle_layers} of {len(self._idle)} layers the GPU "
             f"had nothing left to do; {flags} launches a whole iteration at once"
         )
 

@@ -37,11 +37,15 @@ class Stopwatch:
         return largest(time.perf_counter() - self._began)[0]
 
     def seconds(self, call: Callable[[], object], in_graph: bool = False) -> float:
-        """Return what one call takes: the median of a few trials, after two calls to warm up.
+        """Return the seconds that one call takes, on the slowest rank.
+
+        They are the median of a few trials, after two calls to warm up. If the second one already
+        took ``VERY_LONG_CALL``, its time is the result.
 
         Args:
             call: sends or computes something; called by all ranks together.
-            in_graph: time replays of a CUDA graph of it, if it can be captured.
+            in_graph: time replays of a CUDA graph of it, if it can be captured. The graph holds
+                ``CAPTURED_CALLS`` calls.
         """
         call()
         self._synchronize()
@@ -49,8 +53,9 @@ class Stopwatch:
         if in_graph and (replay := self._captured(call)) is not None:
             call = replay
             calls_a_run = CAPTURED_CALLS
-        # The second call warms up too. Its time, alike on all ranks, decides how often to repeat.
-        (once,) = largest(self._time(call, 1))
+        # The second call warms up too. How often to repeat follows from its time on the slowest
+        # rank, so that all ranks repeat alike.
+        once = largest(self._time(call, 1))[0]
         if once > VERY_LONG_CALL:
             return once / calls_a_run
         repeats = round(TRIAL_SECONDS / max(once, 1e-9))
@@ -82,7 +87,8 @@ class Stopwatch:
         return None
 
     def _time(self, call: Callable[[], object], repeats: int) -> float:
-        """Return the seconds of one call on this rank, the device waited for."""
+        """Return this rank's seconds for one call: the mean of ``repeats`` calls, to the device's
+        end."""
         began = time.perf_counter()
         for _ in range(repeats):
             call()

@@ -21,7 +21,7 @@ from megatron.compression.communication.ledger import Ledger
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import SettingError
 from megatron.compression.patches import running, symbols
-from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, cut_without_mark
+from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, sharded_without_mark
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
@@ -115,7 +115,7 @@ def _mark_rank_local(chunk: torch.nn.Module) -> None:
     included, and the biases of row-parallel layers. What is cut without Megatron's mark (the
     softmax's offsets) is no replica, and megatron-core sums the gradients of the norms of queries
     and keys itself."""
-    cut = cut_without_mark(chunk)
+    cut = sharded_without_mark(chunk)
     for name, parameter in chunk.decoder.named_parameters():
         # Sharded parameters have gradients of their own on every rank.
         sharded = parameter in cut or getattr(parameter, "tensor_model_parallel", False)

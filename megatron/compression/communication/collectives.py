@@ -6,7 +6,10 @@ exchanges of rows (tokens) each row is a payload of its own; ``why_not_rows`` sa
 cannot.
 
 A payload is uint8 ``[1, bytes]``, or ``[W, bytes]`` with one row a destination. W is the number of
-ranks.
+ranks. A collective has up to two exchanges, hops, each with a codec of its own (``Codec.hops``).
+
+Lossless codecs go through ``overflow.encode``, which may give another codec back: where values did
+not fit into their payload, all ranks send them as they are instead, and decode accordingly.
 """
 
 import contextlib
@@ -110,12 +113,12 @@ def all_reduce(
         all-gather
         decode
 
-    Between two ranks one exchange (``Codec.one_exchange``) sends the same bytes: each sends all
-    that it has, and the sum is not encoded again.
+    Between two ranks one exchange (``Codec.one_exchange``) sends as many bytes as these two: each
+    sends the other all that it has, and the sum is not encoded again.
 
     Args:
-        x: this rank's addend, of any strides; bf16, fp16 or fp32. It must not change before the
-            end.
+        x: this rank's addend, of any strides; bf16, fp16 or fp32. It must not change before
+            ``wait`` returns.
         codec: encodes addends and sums.
         transport: carries the payloads.
         out: contiguous tensor for the sum, which may be ``x``; None: a new one.
@@ -128,7 +131,8 @@ def all_reduce(
     if transport.fuses(codec):
         # One kernel encodes, exchanges, sums and decodes, on the current stream.
         return transport.fused_all_reduce(x, codec, out)
-    # A codec that sees shapes gets the tensor as it is, so it needs tokens and channels.
+    # In one exchange the tensor is not cut into pieces. A codec that looks at tokens and channels
+    # (``sees_shape``) then needs a tensor that has both.
     if ranks == 2 and codec.one_exchange and (x.dim() > 1 or not codec.sees_shape):
         return sum_of_two(x, codec.hops[0], transport, out)
     pieces = _pieces(x, codec, ranks)
@@ -139,7 +143,7 @@ def all_reduce(
     else:
         payloads = first.encode(rows)
     received, pending = transport.all_to_all(payloads)
-    # Not a closure: x itself need not live until the end.
+    # A partial, not a closure over x: its memory may be reused as soon as x is encoded.
     finish = partial(_sum_and_gather, received, first, pieces, x.shape, x.dtype, transport, out)
     return Work(pending, finish, exchanges=2)
 
@@ -155,17 +159,19 @@ def _sum_and_gather(
 ) -> Work:
     """Sum this rank's piece, and start the second exchange of an all-reduce.
 
+    ``all_reduce`` hands it to its ``Work``, which calls it when the first exchange has ended.
+
     Args:
-        received: payloads of this rank's piece, from every rank.
-        first: decodes them.
-        pieces: how the tensor is divided.
-        shape: of the tensor.
-        dtype: of the tensor.
+        received: payloads ``[W, bytes]`` of this rank's piece, one from every rank.
+        first: the codec that decodes them.
+        pieces: how the tensor is divided into one piece a rank.
+        shape: the whole tensor's.
+        dtype: the whole tensor's.
         transport: carries the payload of the sum.
-        out: as of ``all_reduce``.
+        out: where the sum of the whole tensor goes; None: a new tensor.
     """
     second = pieces.second
-    # [W, 1, bytes]: the codec sums over the first dimension, a row at a time.
+    # [W, 1, bytes]: W addends of one row each, which the codec sums over the first dimension.
     addends = received.unsqueeze(1)
     if second.lossless:
         second, payload = sum_and_encode(first, addends, pieces.shape, dtype, second, transport)

@@ -538,9 +538,12 @@ def _create(size: int) -> tuple[IO[bytes] | None, str | None]:
 
 
 def _remove_abandoned_files() -> None:
-    """Remove this user's files that nobody has locked: their processes were killed during set-up.
+    """Remove files of shared memory that earlier runs of this user have left in ``_FOLDER``.
 
-    Files of the last minute are left alone: one may have been made and not been locked yet.
+    A run removes its file's name as soon as all ranks have mapped it, so only a run that is killed
+    before that leaves one, and with it tens of MiB of the host's memory. A living run holds a lock
+    on its file. One that is younger than ``_ABANDONED_AFTER`` may just have been made, and not be
+    locked yet.
     """
     for path in Path(_FOLDER).glob(f"{_PREFIX}*"):
         try:

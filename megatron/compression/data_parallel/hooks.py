@@ -35,7 +35,7 @@ from megatron.compression.data_parallel.weights import (
 )
 from megatron.compression.dimension import Dimension
 from megatron.compression.patches import communication, gaps, running, symbols
-from megatron.compression.replicated_parameters import cut_without_mark
+from megatron.compression.replicated_parameters import sharded_without_mark
 
 
 class InFlight:
@@ -325,11 +325,11 @@ class Gradients(Dimension):
 
         Args:
             module: a model chunk, not wrapped.
-            data_shards: as for ``cut_without_mark``.
+            data_shards: as for ``sharded_without_mark``.
         """
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             return ()
-        cut = cut_without_mark(module, data_shards)
+        cut = sharded_without_mark(module, data_shards)
         if cut:
             self.log(
                 "compression: these parameters are split over tensor-parallel ranks but lack the "
@@ -531,18 +531,22 @@ def align_gradients(run: Run, chunks: Iterable[torch.nn.Module]) -> None:
 def record_uncompressed(
     run: Run, traffic: str, group, operation: str, buffer_bytes: int, world_size: int
 ) -> None:
-    """Count an uncompressed collective of a bucket group, under the reason that its plan gives.
+    """Count a collective that megatron-core sends for a bucket group, uncompressed.
+
+    A group that compresses has a plan, which says why this message is not compressed, and knows
+    which bytes cross nodes.
 
     Args:
-        run: that of the group.
-        traffic: the ledger's class.
+        run: the run of the group's model.
+        traffic: the ledger's class, such as ``dp.gradient``.
         group: megatron-core's bucket group.
-        operation: the collective.
-        buffer_bytes: over all ranks.
-        world_size: ranks.
+        operation: the collective, as the ledger calls it.
+        buffer_bytes: bytes of the whole buffer, over all ranks.
+        world_size: the number of ranks; a group with a plan knows its own.
     """
     plan = getattr(group, "plan", None)
     if plan is None:
+        # "off": no codec was chosen for this traffic.
         run.ledger.record_uncompressed(traffic, "off", operation, buffer_bytes, world_size)
     else:
         plan.topology.record_uncompressed(

@@ -330,11 +330,14 @@ class BridgeCompression:
         self._iteration_began = time.perf_counter()
 
     def on_train_step_end(self, context: Any) -> None:
-        """Count the iteration; at the log interval write what was sent to the log and the
-        trackers."""
-        # As Megatron counts them: without evaluation and saving.
+        """Tell the session that an iteration has ended; at the log interval it writes its line."""
+        # Evaluation and saving lie between two of these calls, and are not counted, as in
+        # Megatron's own time of an iteration.
         self._host.training_seconds += time.perf_counter() - self._iteration_began
-        losses = {} if context.skipped_iter else context.loss_dict or {}
+        losses = {}
+        if not context.skipped_iter and context.loss_dict:
+            losses = context.loss_dict
+        # Bridge counts the iteration only after its callbacks; the log counts from 1.
         self._session.iteration_ends(self._host.current_iteration() + 1, losses)
 
     def on_train_end(self, context: Any) -> None:

@@ -416,10 +416,12 @@ def _other_memory(problem: str) -> str:
 
 
 def check_supported(group: ParameterGroup, weights: Codec | None, gradients: Any) -> None:
-    """Refuse settings of FSDP's that are not covered with these compressors.
+    """Refuse what ``fully_shard`` was given and these compressors cannot work with.
+
+    Parameters offloaded to CPUs are an example, and fp16 weights with a lossless codec.
 
     Args:
-        group: the parameters.
+        group: parameters that FSDP gathers and reduces together.
         weights: the codec of the weights; None: uncompressed.
         gradients: the gradient compressor; None: uncompressed.
 

@@ -61,12 +61,15 @@ def parse_layers(text: str) -> frozenset[str]:
 
 
 def is_compressed(span: ParameterSpan, layers: frozenset[str]) -> bool:
-    """Return whether a parameter is a matrix of one of ``layers``."""
+    """Return whether a parameter is compressed: a matrix of one of ``layers``.
+
+    With all kinds of layers every matrix is, whatever it is called: a model of other names too.
+    """
     if span.parameter.dim() <= 1:
         return False
     if layers == LAYERS.keys():
         return True
-    name = "." + span.name
+    name = "." + span.name  # patterns begin with a dot: ".mlp." is also found at the beginning
     return any(part in name for layer in layers for part in LAYERS[layer])
 
 

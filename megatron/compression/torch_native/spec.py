@@ -178,11 +178,15 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
 
     Args:
         t: ``[s, b, heads, head_dim]``.
-        freqs: angles ``[s, 1, 1, rotated]``, fp32, both halves alike.
-        interleaved: pairs are neighbours instead of halves: by megatron-core's unfused path.
+        freqs: angles ``[s, 1, 1, rotated]``, fp32; the second half of ``rotated`` repeats the first.
+        interleaved: a pair is two neighbouring values, not one of each half. Rare: megatron-core's
+            own unfused path does it.
     """
     if interleaved:
         return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=True)
+    # The gradient of a rotation is the rotation by the opposite angles.
     return WithBackward.apply(
-        t, lambda t: _rotate(t, freqs, False), lambda grad: _rotate(grad, freqs, True)
+        t,
+        lambda values: _rotate(values, freqs, False),
+        lambda gradient: _rotate(gradient, freqs, True),
     )
