@@ -170,7 +170,7 @@ class CompressionConfig:
         compresses = undecided or self.enabled
         activations = undecided or any(getattr(self, name).enabled for name in ACTIVATIONS)
 
-        if any(part.min_mb is not None for part in self.dimensions):
+        if any(dimension.min_mb is not None for dimension in self.dimensions):
             _require_user("tensor_parallel.min_mb", compresses, tensor)
         if self.loss_budget is not None:
             _require_user("loss_budget", undecided, setting("auto"))
@@ -208,21 +208,23 @@ class CompressionConfig:
     @property
     def enabled(self) -> bool:
         """True where any traffic is to be compressed."""
-        return any(part.enabled for part in self.dimensions)
+        return any(dimension.enabled for dimension in self.dimensions)
 
     def rules(self, train_iters: int | None = None) -> dict[str, Rule]:
         """The policy's rules by traffic class; see ``DimensionConfig.rules``."""
         # Traffic classes of two dimensions never have the same name: tp.forward, dp.gradient, ...
-        parts = [part.rules(self.start_iteration, train_iters) for part in self.dimensions]
-        return {traffic: rule for part in parts for traffic, rule in part.items()}
+        rules: dict[str, Rule] = {}
+        for dimension in self.dimensions:
+            rules |= dimension.rules(self.start_iteration, train_iters)
+        return rules
 
     def check(self, args: Namespace) -> None:
         """Refuse what cannot be honoured together with Megatron's arguments.
 
         Raises: SettingError: with the reason and the fix.
         """
-        for part in self.dimensions:
-            part.check(args)
+        for dimension in self.dimensions:
+            dimension.check(args)
         self.caat_net.check(args)
         graphs.refuse_later_decisions(args, self)
         # With --skip-train there is no iteration that could be too late.
@@ -266,7 +268,7 @@ class CompressionConfig:
             names: what the user types for settings; by default the flags of the command line,
                 ``--taco`` among them where ``args`` has it.
         """
-        lines = [line for part in self.dimensions for line in part.lines(args)]
+        lines = [line for dimension in self.dimensions for line in dimension.lines(args)]
         lines += self.caat_net.lines(args)
         lines += graphs.lines(args, self)
         lines += self._lines_of_whole_run(args)
@@ -290,8 +292,8 @@ class CompressionConfig:
         if self.validate_uncompressed:
             flag = setting("validate_uncompressed")
             # In a dimension of one rank nothing is sent, and gradients are not sent in evaluation.
-            parts = [getattr(self, name) for name in ACTIVATIONS]
-            if any(part.enabled and part.ranks(args) > 1 for part in parts):
+            dimensions = [getattr(self, name) for name in ACTIVATIONS]
+            if any(dimension.enabled and dimension.ranks(args) > 1 for dimension in dimensions):
                 lines.append(f"evaluation sends activations uncompressed ({flag})")
             else:
                 lines.append(f"{flag} has no effect here: no activations are sent compressed")
@@ -399,8 +401,8 @@ def _as_typed(config: dict[str, Any], paths: tuple[str, ...]) -> str:
     than the flag."""
     values = []
     for path in paths:
-        part, _, name = path.rpartition(".")
-        owner = config.get(part, {}) if part else config
+        section, _, name = path.rpartition(".")
+        owner = config.get(section, {}) if section else config
         value = owner.get(name, "")
         values.append("default" if value is None else str(value))
     return " ".join(values).strip().removesuffix(" default")

@@ -223,9 +223,11 @@ def _write_error_file(line: str) -> None:
     dead)."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The format is that of torch.distributed.elastic's error handler.
-        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        extra_info = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
+            Path(file).write_text(
+                json.dumps({"message": {"message": line, "extraInfo": extra_info}})
+            )
 
 
 def _report_to_launcher(error: BaseException) -> None:
@@ -254,14 +256,14 @@ def end_with_one_line() -> None:
 
 
 def _one_line(
-    show: Callable, kind: type[BaseException], error: BaseException, trace: object
+    show: Callable, error_type: type[BaseException], error: BaseException, trace: object
 ) -> None:
     """The hook for exceptions that nobody catches; ``show`` is the one before it."""
     if isinstance(error, InputError):
         sys.stderr = sys.__stderr__  # torch.distributed's hook collects what is printed under it
         fail(_text_of(error))
     _report_to_launcher(error)
-    show(kind, error, trace)
+    show(error_type, error, trace)
 
 
 def explains(*functions: str) -> Callable[[Explanation], Explanation]:

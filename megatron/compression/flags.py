@@ -158,10 +158,10 @@ def _all_dimensions(text: str) -> str:
 
 def _field(path: str) -> Field:
     """The field of the config that has a setting's value."""
-    part, _, name = path.rpartition(".")
+    section, _, name = path.rpartition(".")
     owner: Any = CompressionConfig
-    if part:
-        owner = settings_of(CompressionConfig)[part].type
+    if section:
+        owner = settings_of(CompressionConfig)[section].type
     return settings_of(owner)[name]
 
 
@@ -179,7 +179,9 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
     # float | None is a number that has no default.
     value_type: Any = field.type
     if isinstance(value_type, types.UnionType):
-        (value_type,) = (kind for kind in typing.get_args(value_type) if kind is not types.NoneType)
+        (value_type,) = (
+            option for option in typing.get_args(value_type) if option is not types.NoneType
+        )
     return {"default": field.default, "type": value_type, "metavar": _METAVARS[flag]}
 
 
@@ -197,7 +199,7 @@ def resolve(args: Namespace) -> CompressionConfig:
 
 def _config_of(args: Namespace) -> CompressionConfig:
     """The config before it is compared with Megatron's arguments."""
-    values = _values_by_part(args)
+    values = _values_by_section(args)
     values["tensor_parallel"]["compression"] = _tensor_parallel_spec(args)
     # Two settings of the cluster, not of the run: they are variables, so that a job script sets
     # them once.
@@ -208,19 +210,19 @@ def _config_of(args: Namespace) -> CompressionConfig:
     }
     auto = []
     for name in PARALLELISMS:
-        part = values[name]
-        part["min_mb"] = args.compression_min_mb
-        if part["compression"] == "auto":
+        dimension_values = values[name]
+        dimension_values["min_mb"] = args.compression_min_mb
+        if dimension_values["compression"] == "auto":
             raise SettingError(
                 f"{name}.compression",
                 "auto",
                 "is neither a codec nor a recipe",
                 f"drop it and give {setting('auto')}, which measures what gains most",
             )
-        if part["compression"] is None:  # then --compression decides
-            part["compression"] = "none"
+        if dimension_values["compression"] is None:  # then --compression decides
+            dimension_values["compression"] = "none"
             if args.compression == "taco-paper":
-                part["compression"] = TACO_PAPER.get(name, "none")
+                dimension_values["compression"] = TACO_PAPER.get(name, "none")
             if args.compression == "auto" and _is_measured(name, classes[name], args):
                 auto.append(name)
     if args.compression == "auto" and not auto:
@@ -231,10 +233,10 @@ def _config_of(args: Namespace) -> CompressionConfig:
             "drop it",
         )
     whole_run = values.pop("")
-    parts = {name: classes[name](**part) for name, part in values.items()}
+    sections = {name: classes[name](**section_values) for name, section_values in values.items()}
     # Which weights are compressed depends on Megatron's optimizer.
-    parts["data_parallel"] = parts["data_parallel"].resolved(args)
-    return CompressionConfig(**parts, **whole_run, auto=tuple(auto))
+    sections["data_parallel"] = sections["data_parallel"].resolved(args)
+    return CompressionConfig(**sections, **whole_run, auto=tuple(auto))
 
 
 def _is_measured(name: str, config_class: Any, args: Namespace) -> bool:
@@ -244,7 +246,7 @@ def _is_measured(name: str, config_class: Any, args: Namespace) -> bool:
     return name in TACO_PAPER or config_class.ranks(args) > 1
 
 
-def _values_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
+def _values_by_section(args: Namespace) -> dict[str, dict[str, Any]]:
     """The flags' values by part of the config (empty: its own fields) and field; None where not
     given."""
     values: dict[str, dict[str, Any]] = {}
@@ -254,8 +256,8 @@ def _values_by_part(args: Namespace) -> dict[str, dict[str, Any]]:
         if not isinstance(typed, list):
             typed = [typed]
         for number, path in enumerate(paths):
-            part, _, name = path.rpartition(".")
-            values.setdefault(part, {})[name] = typed[number] if number < len(typed) else None
+            section, _, name = path.rpartition(".")
+            values.setdefault(section, {})[name] = typed[number] if number < len(typed) else None
     return values
 
 

@@ -140,8 +140,8 @@ def megatrons_own_check(error: BaseException, args: Namespace | None) -> str | N
 
 def _sentence(message: str, args: Namespace | None) -> str | None:
     """The sentence of ``_SENTENCES`` for a message or a condition; None: there is none."""
-    for part, sentence in _SENTENCES.items():
-        if part not in message:
+    for fragment, sentence in _SENTENCES.items():
+        if fragment not in message:
             continue
         if isinstance(sentence, str):
             return sentence

@@ -40,8 +40,8 @@ class Parallelism:
 # follow it. A new kind is a row here, a field of CompressionConfig, and its classes of traffic in
 # communication/ledger.py.
 PARALLELISMS = {
-    kind.name: kind
-    for kind in (
+    parallelism.name: parallelism
+    for parallelism in (
         Parallelism("tensor_parallel", "--tp-compression", "tp.", "TensorParallelConfig"),
         Parallelism("pipeline_parallel", "--pp-compression", "pp.", "PipelineParallelConfig"),
         Parallelism("context_parallel", "--cp-compression", "cp.", "ContextParallelConfig"),
@@ -59,8 +59,11 @@ NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"
 FLAGS: dict[str, tuple[str, ...]] = {
     # Each kind of parallelism has a flag of one value or two: --tp-compression SPEC [BACKWARD].
     **{
-        kind.flag: (f"{kind.name}.compression", f"{kind.name}.{kind.second}")
-        for kind in PARALLELISMS.values()
+        parallelism.flag: (
+            f"{parallelism.name}.compression",
+            f"{parallelism.name}.{parallelism.second}",
+        )
+        for parallelism in PARALLELISMS.values()
     },
     # The others take one value each.
     "--tp-compression-layers": ("tensor_parallel.layers",),

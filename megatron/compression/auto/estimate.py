@@ -212,14 +212,14 @@ class Group:
             return self._sum_of_two(last_codec, values, dtype)
         seconds = 0.0
         # Inside the node all values, then between nodes each rank's share of the node's sum.
-        for hop_codec, speed, ranks, part in (
+        for hop_codec, speed, ranks, hop_values in (
             (intra_codec, self.cluster.intra, self.local, values),
             (inter_codec, self.cluster.inter, self.nodes, values // self.local),
         ):
             if ranks > 1:
-                nbytes = bytes_sent("all_to_all", payload(hop_codec, part, dtype), ranks)
+                nbytes = bytes_sent("all_to_all", payload(hop_codec, hop_values, dtype), ranks)
                 seconds += speed.seconds(nbytes)
-                seconds += kernels(hop_codec, encoded=part, summed=part)
+                seconds += kernels(hop_codec, encoded=hop_values, summed=hop_values)
         if not sharded:
             seconds += self.seconds("all_gather", payload(last_codec, values, dtype))
             seconds += kernels(last_codec, decoded=values)

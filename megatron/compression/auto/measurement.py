@@ -362,13 +362,13 @@ def dimension_config(
         raise CompressionConfigError(
             f"--cuda-graph-impl {args.cuda_graph_impl} switches lossless off"
         )
-    part: Any = getattr(config, dimension)
+    dimension_settings: Any = getattr(config, dimension)
     settings: dict[str, Any] = {"compression": recipe.compression}
     if recipe.backward is not None:
         settings["backward"] = recipe.backward
-    if dimension == "tensor_parallel" and part.min_mb is None:
+    if dimension == "tensor_parallel" and dimension_settings.min_mb is None:
         settings["min_mb"] = 0.0  # all messages of a layer have one size, which is timed
-    changed = replace(part, **settings)
+    changed = replace(dimension_settings, **settings)
     if dimension == "data_parallel":
         if getattr(args, "use_torch_fsdp2", False):
             raise CompressionConfigError(
@@ -390,11 +390,11 @@ def decided_config(config: CompressionConfig, plan: RunPlan, args: Namespace) ->
     Raises:
         CompressionConfigError: a recipe does not go with this run.
     """
-    parts = {
+    by_dimension = {
         dimension: dimension_config(config, dimension, recipe, args)
         for dimension, recipe in plan.recipes().items()
     }
-    return replace(config, **parts)
+    return replace(config, **by_dimension)
 
 
 def _not_chosen(gains: dict[Recipe, float]) -> str:

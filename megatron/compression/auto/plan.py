@@ -142,12 +142,12 @@ def _typed(cls: type, values: Any) -> Any:
     fields = {}
     for name, value in values.items():
         annotation = cls.__annotations__.get(name)
-        kind = getattr(annotation, "__name__", annotation)
-        if value is None and kind == "float":
+        type_name = getattr(annotation, "__name__", annotation)
+        if value is None and type_name == "float":
             value = math.nan
         # To Python True is a number.
-        is_flag_for_number = kind == "float" and isinstance(value, bool)
-        if is_flag_for_number or not isinstance(value, _JSON_TYPES.get(kind, object)):
+        is_flag_for_number = type_name == "float" and isinstance(value, bool)
+        if is_flag_for_number or not isinstance(value, _JSON_TYPES.get(type_name, object)):
             raise TypeError(f"{name} is {value!r}")
         fields[name] = value
     return cls(**fields)

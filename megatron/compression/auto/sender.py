@@ -115,8 +115,8 @@ class Sender:
             x.zero_()  # it is summed in place, again and again
             return lambda: dist.all_reduce(x, group=group)
         if operation == "reduce_scatter":
-            part = x.new_empty((shape[0] // group.size(), *shape[1:]))
-            return lambda: dist.reduce_scatter_tensor(part, x, group=group)
+            shard = x.new_empty((shape[0] // group.size(), *shape[1:]))
+            return lambda: dist.reduce_scatter_tensor(shard, x, group=group)
         full = x.new_empty(message.shape)
         return lambda: dist.all_gather_into_tensor(full, x, group=group)
 

@@ -119,7 +119,7 @@ def _mark_rank_local(chunk: torch.nn.Module) -> None:
     for name, parameter in chunk.decoder.named_parameters():
         # Sharded parameters have gradients of their own on every rank.
         sharded = parameter in cut or getattr(parameter, "tensor_model_parallel", False)
-        if not sharded and not any(part in name for part in QUERY_KEY_NORMS):
+        if not sharded and not any(norm in name for norm in QUERY_KEY_NORMS):
             setattr(parameter, _MARK, True)
 
 

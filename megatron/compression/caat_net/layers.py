@@ -97,14 +97,14 @@ class _PartialRowParallelLinear(torch.autograd.Function):
         work = _sum_over_ranks(partial_sum, site, "tp.forward", output.nbytes - partial_sum.nbytes)
         private = weight[shared:].t()
         pieces = 2 if work.exchanges > 1 else 1
-        parts = zip(rows.chunk(pieces), output[:, shared:].chunk(pieces), strict=True)
-        for number, (part, destination) in enumerate(parts):
+        blocks = zip(rows.chunk(pieces), output[:, shared:].chunk(pieces), strict=True)
+        for number, (block, destination) in enumerate(blocks):
             if number > 0:
                 work.advance()
             if bias is None:
-                torch.addmm(destination, part, private, beta=0, alpha=scale, out=destination)
+                torch.addmm(destination, block, private, beta=0, alpha=scale, out=destination)
             else:
-                torch.addmm(bias[shared:], part, private, beta=scale, alpha=scale, out=destination)
+                torch.addmm(bias[shared:], block, private, beta=scale, alpha=scale, out=destination)
         if bias is None:
             output[:, :shared] = work.wait()
         else:

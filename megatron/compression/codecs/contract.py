@@ -91,8 +91,8 @@ def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
 def _payload_mistake(payloads: object, rows: int, payload_bytes: int, values: str) -> str | None:
     """Return what is wrong with what ``encode`` returned, or None."""
     if not isinstance(payloads, torch.Tensor) or payloads.dtype != torch.uint8:
-        kind = payloads.dtype if isinstance(payloads, torch.Tensor) else type(payloads).__name__
-        return f"encode returns {kind}, not torch.uint8; end it with .view(torch.uint8)"
+        returned = payloads.dtype if isinstance(payloads, torch.Tensor) else type(payloads).__name__
+        return f"encode returns {returned}, not torch.uint8; end it with .view(torch.uint8)"
     if payloads.dim() != 2 or len(payloads) != rows:
         return (
             f"encode returns shape {[*payloads.shape]} for {rows} rows; return [rows, bytes], a "
@@ -112,8 +112,10 @@ def _decoded_mistake(decoded: object, x: torch.Tensor) -> str | None:
     """Return what is wrong with what ``decode`` returned for finite ``x [rows, *shape]``, or
     None."""
     if not isinstance(decoded, torch.Tensor) or decoded.dtype != x.dtype:
-        kind = decoded.dtype if isinstance(decoded, torch.Tensor) else type(decoded).__name__
-        return f"decode returns {kind} where dtype={x.dtype} is asked for; end it with .to(dtype)"
+        returned = decoded.dtype if isinstance(decoded, torch.Tensor) else type(decoded).__name__
+        return (
+            f"decode returns {returned} where dtype={x.dtype} is asked for; end it with .to(dtype)"
+        )
     if decoded.shape != x.shape:
         return (
             f"decode returns shape {[*decoded.shape]}, not [rows, *shape] = {[*x.shape]}; end it "

@@ -146,22 +146,22 @@ def expand(dimension: str, compression: str, second: str | None) -> tuple[str, s
     Raises:
         SettingError: a recipe of another dimension, or one as the second spec.
     """
-    kind = PARALLELISMS[dimension]
+    parallelism = PARALLELISMS[dimension]
     path = f"{dimension}.compression"
-    parts = []
-    for part in compression.split(";"):
-        site, _, spec = part.partition("=")
+    specs = []
+    for entry in compression.split(";"):
+        site, _, spec = entry.partition("=")
         by_site = spec in NAMED
-        recipe = _recipe(path, spec if by_site else part.strip())
+        recipe = _recipe(path, spec if by_site else entry.strip())
         if recipe is None:
-            parts.append(part)
+            specs.append(entry)
         elif by_site:
-            parts.append(f"{site}={recipe.compression}")
+            specs.append(f"{site}={recipe.compression}")
         else:
-            parts.append(recipe.compression)
+            specs.append(recipe.compression)
             if second is None:
                 second = recipe.backward
-    second_path = f"{dimension}.{kind.second}"
+    second_path = f"{dimension}.{parallelism.second}"
     if second is not None and _recipe(second_path, second) is not None:
         if dimension == "data_parallel":
             reason = "is a recipe for gradients"
@@ -170,7 +170,7 @@ def expand(dimension: str, compression: str, second: str | None) -> tuple[str, s
             reason = "is a recipe, which stands for both codecs"
             fix = f"give it alone as {setting(path)}, or give two codecs"
         raise SettingError(second_path, second, reason, fix)
-    return ";".join(parts), second
+    return ";".join(specs), second
 
 
 def _recipe(path: str, name: str) -> Recipe | None:

@@ -209,8 +209,8 @@ def _parse_settings(name: str, cls: type, fixed: dict[str, Any], settings: str) 
     """
     open_settings = settings_of(cls, fixed)
     values = {}
-    for part in filter(None, settings.split(",")):
-        key, equals, value = part.partition("=")
+    for assignment in filter(None, settings.split(",")):
+        key, equals, value = assignment.partition("=")
         if key in open_settings and equals:
             values[key] = _value(f"{name}:{key}", open_settings[key].type, value)
             continue
@@ -218,7 +218,7 @@ def _parse_settings(name: str, cls: type, fixed: dict[str, Any], settings: str) 
             raise CompressionConfigError(f"{name}: {key} needs a value, as in {key}=VALUE")
         choice = ", ".join(open_settings) or "none"
         hint = ""
-        if not equals and (meant := _settings_with(part, cls, fixed)):
+        if not equals and (meant := _settings_with(assignment, cls, fixed)):
             hint = f"; did you mean {' or '.join(meant)}?"
         raise CompressionConfigError(f"{name}: no setting {key!r}; choose among {choice}{hint}")
     return values
@@ -282,27 +282,29 @@ def _text(value: Any) -> str:
 _TYPE_NAMES = {bool: "on or off", int: "a whole number", float: "a number"}
 
 
-def _value(setting: str, kind: Any, text: str) -> Any:
+def _value(setting: str, value_type: Any, text: str) -> Any:
     """Return the value that a text stands for.
 
     Args:
         setting: what the value is of, for errors.
-        kind: the field's type; of ``X | None`` None is written ``auto``.
+        value_type: the field's type; of ``X | None`` None is written ``auto``.
         text: as typed.
 
     Raises:
         CompressionConfigError: the text is no value of the type.
     """
-    if isinstance(kind, types.UnionType):
+    if isinstance(value_type, types.UnionType):
         if text == "auto":
             return None
-        (kind,) = (option for option in typing.get_args(kind) if option is not type(None))
+        (value_type,) = (
+            option for option in typing.get_args(value_type) if option is not type(None)
+        )
     try:
-        if kind is bool:
+        if value_type is bool:
             return _SWITCH[text]
-        return kind(text) if kind in (int, float) else text
+        return value_type(text) if value_type in (int, float) else text
     except (ValueError, KeyError):
         hint = "; commas separate settings" if ":" in text else ""
         raise CompressionConfigError(
-            f"{setting}={text} must be {_TYPE_NAMES[kind]}{hint}"
+            f"{setting}={text} must be {_TYPE_NAMES[value_type]}{hint}"
         ) from None

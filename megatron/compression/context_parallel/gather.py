@@ -63,14 +63,14 @@ def gather_sequence(
     """
     # A token's keys, then its values: blocks of a codec hold one or the other, since their sizes
     # differ.
-    parts = [key.flatten(2), value.flatten(2)]
+    local = [key.flatten(2), value.flatten(2)]
     ranks = group.size()
 
-    def gather(part: torch.Tensor) -> torch.Tensor:
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
         if site is None:
-            work = uncompressed_all_gather(part, group)
+            work = uncompressed_all_gather(tensor, group)
         else:
-            work = site.message("cp.forward", "all_gather", part.nbytes * ranks).start(part)
+            work = site.message("cp.forward", "all_gather", tensor.nbytes * ranks).start(tensor)
         return in_order(work.wait(), ranks)
 
     def scatter(gradient: torch.Tensor) -> torch.Tensor:
@@ -81,6 +81,6 @@ def gather_sequence(
         return message.start(gradient).wait()
 
     # One message for both: half as many launches.
-    gathered = WithBackward.apply(torch.cat(parts, dim=-1), gather, scatter)
-    keys, values = gathered.split([part.size(-1) for part in parts], dim=-1)
+    gathered = WithBackward.apply(torch.cat(local, dim=-1), gather, scatter)
+    keys, values = gathered.split([tensor.size(-1) for tensor in local], dim=-1)
     return keys.unflatten(-1, key.shape[2:]), values.unflatten(-1, value.shape[2:])

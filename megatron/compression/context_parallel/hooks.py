@@ -40,9 +40,9 @@ class ContextParallel(Dimension):
             if not isinstance(module, Attention) or module.config.context_parallel_size == 1:
                 continue
             if not isinstance(module.core_attention, SharesSequence):
-                kind = type(module.core_attention).__name__
+                class_name = type(module.core_attention).__name__
                 return (
-                    f"{path}: {kind} exchanges keys and values by itself; "
+                    f"{path}: {class_name} exchanges keys and values by itself; "
                     "use --transformer-impl local, or drop --cp-compression"
                 )
         return None

@@ -74,23 +74,28 @@ class GradientBucket:
         return self.topology.transport(self.ledger, self.traffic, link)
 
     def all_reduce(
-        self, values: torch.Tensor, kind: str = "compressed", op: dist.ReduceOp = dist.ReduceOp.SUM
+        self,
+        values: torch.Tensor,
+        reason: str = "compressed",
+        op: dist.ReduceOp = dist.ReduceOp.SUM,
     ) -> dist.Work | Work:
         """Start to reduce ``values`` over the group, in place and in their own type.
 
         Args:
             values: any shape; nothing is sent of an empty tensor.
-            kind: the ledger's reason: compressed, or why it is not.
+            reason: the ledger's reason: compressed, or why it is not.
             op: the reduction.
         """
         if not values.numel():
             return Work.completed()
         # Counted by link: of a flat ring over two nodes some edges cross between them.
         sent = bytes_sent("all_reduce", values.nbytes, self.topology.world_size)
-        for link, part in self.topology.split("all_reduce", sent).items():
-            if part:
-                uncompressed = 0 if kind == "compressed" else part
-                self.ledger.record(self.traffic, kind, "all_reduce", part, uncompressed, link)
+        for link, link_bytes in self.topology.split("all_reduce", sent).items():
+            if link_bytes:
+                uncompressed = 0 if reason == "compressed" else link_bytes
+                self.ledger.record(
+                    self.traffic, reason, "all_reduce", link_bytes, uncompressed, link
+                )
         return dist.all_reduce(values, op=op, group=self.topology.group, async_op=True)
 
     def record_plain(self, nbytes: int | None = None) -> None:

@@ -306,14 +306,14 @@ class DataParallelConfig(DimensionConfig):
 
     def _description(self, weights: str) -> str:
         """The line for the log; ``weights`` says what of the weights is sent."""
-        parts = ["gradients uncompressed"]
+        clauses = ["gradients uncompressed"]
         if self.compressor is not None:
-            parts = [self.compressor.describe()]
+            clauses = [self.compressor.describe()]
         if self.weight_codec is None:
-            parts.append("weights uncompressed")
+            clauses.append("weights uncompressed")
         else:
-            parts.append(f"{weights} {self.weight_codec.name}")
-        return f"data parallelism: {'; '.join(parts)}"
+            clauses.append(f"{weights} {self.weight_codec.name}")
+        return f"data parallelism: {'; '.join(clauses)}"
 
     def lines(self, args: Namespace) -> list[str]:
         if not self.enabled:

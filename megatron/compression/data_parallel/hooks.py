@@ -214,8 +214,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         self.param_gather_dispatched = True
 
     def _align_weights(self, _: None) -> None:
-        for parts in self.plan.weight_replicas:
-            align(parts, self.plan.tensor_ranks, self.plan.run.ledger)
+        for replicas in self.plan.weight_replicas:
+            align(replicas, self.plan.tensor_ranks, self.plan.run.ledger)
 
 
 class Gradients(Dimension):
@@ -224,8 +224,8 @@ class Gradients(Dimension):
     What torch's FSDP2 sends is in fsdp2/hooks.py, which goes on from here.
     """
 
-    def __init__(self, config: DataParallelConfig, run: Run, *more: Any) -> None:
-        super().__init__(config, run, *more)
+    def __init__(self, config: DataParallelConfig, run: Run, *arguments: Any) -> None:
+        super().__init__(config, run, *arguments)
         self.policy = run.policy
         self.ledger = run.ledger
         self.adopt(config)
@@ -521,11 +521,11 @@ def align_gradients(run: Run, chunks: Iterable[torch.nn.Module]) -> None:
         chunks: DDP-wrapped ones; of others there is nothing.
     """
     for chunk in chunks:
-        for kind in ("bucket_groups", "expert_parallel_bucket_groups"):
-            for group in getattr(chunk, kind, ()):
+        for attribute in ("bucket_groups", "expert_parallel_bucket_groups"):
+            for group in getattr(chunk, attribute, ()):
                 plan = getattr(group, "plan", None)
-                for parts in plan.gradient_replicas if plan is not None else ():
-                    align(parts, plan.tensor_ranks, run.ledger)
+                for replicas in plan.gradient_replicas if plan is not None else ():
+                    align(replicas, plan.tensor_ranks, run.ledger)
 
 
 def record_uncompressed(

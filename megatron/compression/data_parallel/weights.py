@@ -291,7 +291,7 @@ def replicated_parts(
         gradients: the values are gradients. Those that CAAT-Net sums over the ranks later differ
             still.
     """
-    parts = []
+    views = []
     for span in spans:
         parameter = span.parameter
         if getattr(parameter, "tensor_model_parallel", False) or parameter in cut:
@@ -302,24 +302,24 @@ def replicated_parts(
         start = max(span.start - first, 0)
         end = min(span.end - first, flat.numel())
         if start < end:
-            parts.append(flat[start:end])
-    return parts
+            views.append(flat[start:end])
+    return views
 
 
-def align(parts: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -> None:
+def align(views: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -> None:
     """Give all ranks of a group the first one's values, in place.
 
     Collective, in the same order on every rank.
 
     Args:
-        parts: values of any type, one type for all; the same sizes on every rank.
+        views: values of any type, one type for all; the same sizes on every rank.
         group: the ranks.
         ledger: counts what is sent.
     """
-    if not parts or group.size() == 1:
+    if not views or group.size() == 1:
         return
     with torch.no_grad():
-        values = torch.cat(parts)
+        values = torch.cat(views)
         # one message for all parts; torch names the source by its rank in the job
         dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
         if group.rank() == 0:
@@ -327,6 +327,6 @@ def align(parts: list[torch.Tensor], group: dist.ProcessGroup, ledger: Ledger) -
                 "tp.other", "exact", "broadcast", values.nbytes, group.size()
             )
             return
-        sizes = [part.numel() for part in parts]
-        for part, value in zip(parts, values.split(sizes), strict=True):
-            part.copy_(value)
+        sizes = [view.numel() for view in views]
+        for view, value in zip(views, values.split(sizes), strict=True):
+            view.copy_(value)

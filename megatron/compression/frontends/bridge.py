@@ -35,7 +35,7 @@ Spec = str | tuple[str, str]
 weights."""
 
 _UNCOMPRESSED = "none"
-_PARTS = (
+_SECTIONS = (
     "model",
     "ddp",
     "optimizer",
@@ -59,10 +59,10 @@ def _names_of_settings() -> dict[str, str]:
     """Return for each setting's path the argument of ``attach``: ``tp[1]`` is the second value of
     ``tp``."""
     names = {path: path for path in FLAG_NAMES.settings if "." not in path}
-    for kind in PARALLELISMS.values():
-        argument = kind.traffic.removesuffix(".")
-        names[f"{kind.name}.compression"] = argument
-        names[f"{kind.name}.{kind.second}"] = f"{argument}[1]"
+    for parallelism in PARALLELISMS.values():
+        argument = parallelism.traffic.removesuffix(".")
+        names[f"{parallelism.name}.compression"] = argument
+        names[f"{parallelism.name}.{parallelism.second}"] = f"{argument}[1]"
     names["data_parallel.outer"] = "dp outer="
     names["tensor_parallel.min_mb"] = "min_mb"
     return {**PYTHON_NAMES.settings, **names}
@@ -143,9 +143,9 @@ def _disable_user_buffers(cfg: Any, config: CompressionConfig) -> None:
     model = getattr(cfg.model, "transformer", cfg.model)
     lines: dict[str, None] = {}
     # ``pretrain`` sets the model's from the other.
-    for part in (model, cfg.comm_overlap):
-        if getattr(part, "tp_comm_overlap", False):
-            lines.update(dict.fromkeys(config.disable_user_buffers(part)))
+    for owner in (model, cfg.comm_overlap):
+        if getattr(owner, "tp_comm_overlap", False):
+            lines.update(dict.fromkeys(config.disable_user_buffers(owner)))
     for line in lines:
         print_on_first_rank(f"compression: {line}")
 
@@ -160,18 +160,18 @@ def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:
     """
     settings: dict[str, Any] = {"data_parallel_size": cfg.data_parallel_size}
     fields: dict[str, str] = {}
-    for part in _PARTS:
-        owner = getattr(cfg, part)
+    for section in _SECTIONS:
+        owner = getattr(cfg, section)
         values = dict(vars(owner))
         transformer = getattr(owner, "transformer", None)
-        if transformer is not None:  # a ModelConfig has it as a part
+        if transformer is not None:  # a ModelConfig has it inside
             for name, value in vars(transformer).items():
                 values[name] = values.get(name) or value
         for name, value in values.items():
             # Several parts have use_distributed_optimizer, for example; one that is set counts.
             if name not in settings or (value and not settings[name]):
                 settings[name] = value
-                fields[name] = f"cfg.{part}.{name}"
+                fields[name] = f"cfg.{section}.{name}"
     for name, field in _RENAMED.items():
         settings[name] = settings[field]
         # Messages name the field that the container has.

@@ -125,9 +125,9 @@ class Copies:
         """Count what is sent; what they would be without compression is in the payload's count
         already."""
         sent = bytes_sent(operation, nbytes, self.topology.world_size)
-        for link, part in self.topology.split(operation, sent).items():
-            if part:
-                self.ledger.record(self.traffic, "exact", operation, part, 0, link)
+        for link, link_bytes in self.topology.split(operation, sent).items():
+            if link_bytes:
+                self.ledger.record(self.traffic, "exact", operation, link_bytes, 0, link)
 
 
 def copies_in(

@@ -358,11 +358,11 @@ def _rope_settings(config: dict[str, Any], family: str) -> tuple[int, float | No
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise InputError(f"config.json: rope_scaling must be an object, not {rope!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    is_llama3 = family == "llama" and kind == "llama3" and LLAMA3_ROPE.items() <= rope.items()
-    if kind != "default" and not is_llama3:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    is_llama3 = family == "llama" and rope_type == "llama3" and LLAMA3_ROPE.items() <= rope.items()
+    if rope_type != "default" and not is_llama3:
         raise InputError(
-            f"config.json: rope_type {kind!r} is not covered for {family}, only 'default' and "
+            f"config.json: rope_type {rope_type!r} is not covered for {family}, only 'default' and "
             "Llama 3.1's"
         )
     # Qwen names its base; Llama's configs of transformers 4 may leave it at 10,000.

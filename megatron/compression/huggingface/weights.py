@@ -46,8 +46,8 @@ def sources(model: DenseModel) -> dict[str, tuple[str, ...]]:
     # The model is in one stage, so Megatron's layer numbers are Hugging Face's.
     rules = _LAYER | _LAYER_OF_FAMILY[model.family]
     for layer in range(model.layers):
-        for parameter, parts in rules.items():
-            names = tuple(f"model.layers.{layer}.{part}" for part in parts)
+        for parameter, suffixes in rules.items():
+            names = tuple(f"model.layers.{layer}.{suffix}" for suffix in suffixes)
             tensors[f"decoder.layers.{layer}.{parameter}"] = names
     tensors["decoder.final_layernorm.weight"] = ("model.norm.weight",)
     if not model.tied:
@@ -69,21 +69,21 @@ def merge(tensors: list[torch.Tensor], model: DenseModel) -> torch.Tensor:
     return torch.cat(tensors)
 
 
-def split(parameter: torch.Tensor, parts: int, model: DenseModel) -> list[torch.Tensor]:
+def split(parameter: torch.Tensor, count: int, model: DenseModel) -> list[torch.Tensor]:
     """Return the Hugging Face tensors of a Megatron parameter: the inverse of ``merge``.
 
     Args:
         parameter: ``[rows, ...]``, without padding of the vocabulary.
-        parts: 3 for q, k and v; 2 for gate and up; 1.
+        count: 3 for q, k and v; 2 for gate and up; 1.
         model: whose query groups order the rows of q, k and v.
     """
-    if parts == 3:
+    if count == 3:
         # A group has several heads of queries and one each of keys and values.
         rows_of_q = model.heads // model.groups * model.head_dim
         sizes = [rows_of_q, model.head_dim, model.head_dim]
         by_group = parameter.unflatten(0, (model.groups, -1)).split(sizes, dim=1)
-        return [part.flatten(0, 1) for part in by_group]
-    if parts == 2:
+        return [tensor.flatten(0, 1) for tensor in by_group]
+    if count == 2:
         return list(parameter.chunk(2))
     return [parameter]
 
@@ -161,6 +161,8 @@ def write(chunk: torch.nn.Module, model: DenseModel, folder: Path, dtype: torch.
     state: dict[str, torch.Tensor] = {}
     for name, tensors in sources(model).items():
         rows = _rows_of_file(name, chunk.get_parameter(name).data, model)
-        for tensor, part in zip(tensors, split(rows, len(tensors), model), strict=True):
-            state[tensor] = part.to(dtype).contiguous().clone()  # safetensors refuses shared memory
+        for tensor, values in zip(tensors, split(rows, len(tensors), model), strict=True):
+            state[tensor] = (
+                values.to(dtype).contiguous().clone()
+            )  # safetensors refuses shared memory
     save_torch_state_dict(state, folder)

@@ -131,7 +131,7 @@ def _replicated_gradient_bytes(model: list, config) -> int:
         for name, parameter in chunk.named_parameters():
             # megatron-core's own three conditions, in its order.
             summed = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
-            summed |= config.qk_layernorm and any(part in name for part in QUERY_KEY_NORMS)
+            summed |= config.qk_layernorm and any(norm in name for norm in QUERY_KEY_NORMS)
             summed |= getattr(parameter, "average_gradients_across_tp_domain", False)
             if parameter.requires_grad and summed:
                 total += getattr(parameter, "main_grad", parameter).nbytes

@@ -82,12 +82,12 @@ def _with_layers_of_the_model(result: Any, arguments: dict) -> None:
         return
     block = arguments["transformer_layer_spec"]
     for layer in result.layer_specs:
-        parts = layer.submodules
-        parts.enorm = block.layer_norm
-        parts.hnorm = block.layer_norm
-        parts.layer_norm = block.layer_norm
+        submodules = layer.submodules
+        submodules.enorm = block.layer_norm
+        submodules.hnorm = block.layer_norm
+        submodules.layer_norm = block.layer_norm
         if block.layer_specs:
-            parts.mtp_model_layer = block.layer_specs[-1]
+            submodules.mtp_model_layer = block.layer_specs[-1]
 
 
 def fill_rope_slot(rotary: Callable) -> bool:

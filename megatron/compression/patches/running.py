@@ -70,20 +70,20 @@ def claim(chunks: Iterable[Any], run: Any) -> None:
             mark(chunk.config, run)
 
 
-def mark(thing: Any, run: Any) -> None:
-    """Remember that ``thing`` belongs to ``run``; of several runs the last one counts.
+def mark(instance: Any, run: Any) -> None:
+    """Remember that ``instance`` belongs to ``run``; of several runs the last one counts.
 
     The mark is kept beside the object, not in it: a copy of the object has no run.
     """
-    key = id(thing)
+    key = id(instance)
     if key not in _marks:
-        weakref.finalize(thing, _marks.pop, key, None).atexit = False
+        weakref.finalize(instance, _marks.pop, key, None).atexit = False
     _marks[key] = run
 
 
-def run_of(thing: Any) -> Any:
-    """Return the run that ``thing`` is marked with, or None."""
-    return _marks.get(id(thing))
+def run_of(instance: Any) -> Any:
+    """Return the run that ``instance`` is marked with, or None."""
+    return _marks.get(id(instance))
 
 
 def run_of_model(model: Any) -> Any:

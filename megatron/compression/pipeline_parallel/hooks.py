@@ -15,8 +15,8 @@ class PipelineParallel(Dimension):
     """Has every schedule of the run's model send through a ``PipelineExchange``, which only counts
     where nothing is compressed. The sum of tied embeddings' gradients counts under pp.other."""
 
-    def __init__(self, config: PipelineParallelConfig, run: Run, *more: Any) -> None:
-        super().__init__(config, run, *more)
+    def __init__(self, config: PipelineParallelConfig, run: Run, *arguments: Any) -> None:
+        super().__init__(config, run, *arguments)
         self.exchange = PipelineExchange(run)
         run.pipeline_exchange = self.exchange
 

@@ -13,7 +13,7 @@ from megatron.compression.report.figures import summarize
 
 HISTORY_FILE = "history.jsonl"
 REPORT_FILE = "report.json"
-_REPORT_PARTS = {"settings": dict, "history": list, "summary": dict}
+_REPORT_SECTIONS = {"settings": dict, "history": list, "summary": dict}
 """What a report.json holds at least, and its JSON type."""
 
 
@@ -80,8 +80,8 @@ def load_report(directory: Path) -> dict:
     report = read_json(path)
     if not isinstance(report, dict):
         raise ValueError(f"{path} is no report")
-    for name, kind in _REPORT_PARTS.items():
-        if not isinstance(report.get(name), kind):
+    for name, json_type in _REPORT_SECTIONS.items():
+        if not isinstance(report.get(name), json_type):
             raise ValueError(f"{path} has no {name!r}")
     if not all(_is_row(row) for row in report["history"]):
         raise ValueError(f"{path} has a history with other rows")

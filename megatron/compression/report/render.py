@@ -287,10 +287,10 @@ def different_settings(baseline: dict, run: dict) -> list[str]:
 def _typed_name(path: str) -> str:
     """Return what a user types for a setting's path in ``settings``: its flag or environment
     variable."""
-    part, _, name = path.partition(".")
-    if part == "compression":
+    section, _, name = path.partition(".")
+    if section == "compression":
         return FLAG_NAMES.of(name)
-    if part == "megatron":
+    if section == "megatron":
         return FLAG_NAMES.of(f"args.{name}")
     return path
 

@@ -158,9 +158,9 @@ class Reporter:
             "settings": self.settings,
             "world_size": len(gathered),
             "history": self.history.rows(),
-            "ledger_by_rank": [part["ledger"] for part in gathered],
-            "errors": _mean_errors([row for part in gathered for row in part["errors"]]),
-            "memory_by_rank": [part["memory"] for part in gathered],
+            "ledger_by_rank": [local["ledger"] for local in gathered],
+            "errors": _mean_errors([row for local in gathered for row in local["errors"]]),
+            "memory_by_rank": [local["memory"] for local in gathered],
             "bytes_of_a_report": self._bytes_of_reports,
         }
         # A run that is shorter than its log interval has a ledger and no interval.

@@ -66,10 +66,10 @@ class Tagc(GradientCompressor):
     def build(self, bucket: GradientBucket) -> GradientSync:
         keep = 1 - self.sparsity
         if self.wire == "sketch":
-            part = partial(SketchPart, keep=keep, config=self.sketch(bucket))
+            make_part = partial(SketchPart, keep=keep, config=self.sketch(bucket))
         else:
-            part = partial(BitmapPart, keep=keep, bits=self.bits)
-        return TagcGradientSync(bucket, parse_layers(self.layers), part)
+            make_part = partial(BitmapPart, keep=keep, bits=self.bits)
+        return TagcGradientSync(bucket, parse_layers(self.layers), make_part)
 
     def default_start_iteration(self, train_iters: int | None) -> int:
         """Return a fifth of the run, at most 1000 iterations; 0 in a run of unknown length."""

@@ -70,7 +70,7 @@ def is_compressed(span: ParameterSpan, layers: frozenset[str]) -> bool:
     if layers == LAYERS.keys():
         return True
     name = "." + span.name  # patterns begin with a dot: ".mlp." is also found at the beginning
-    return any(part in name for layer in layers for part in LAYERS[layer])
+    return any(fragment in name for layer in layers for fragment in LAYERS[layer])
 
 
 @dataclass(frozen=True)

@@ -436,9 +436,9 @@ def gathered_bytes(gathered: Any) -> int:
     if getattr(gathered, "_data", None) is not None:
         return gathered._data.nbytes
     names = ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv")
-    parts = [getattr(gathered, name, None) for name in names]
-    if all(part is None for part in parts):
+    tensors = [getattr(gathered, name, None) for name in names]
+    if all(tensor is None for tensor in tensors):
         raise TypeError(
             f"a gathered {type(gathered).__name__} of Transformer Engine is not known here"
         )
-    return sum(part.nbytes for part in parts if part is not None)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -130,15 +130,15 @@ def check_tokenizer(args: Namespace) -> None:
 
     Raises: InputError: with the flag that is missing, or the file.
     """
-    kind = args.tokenizer_type
+    tokenizer = args.tokenizer_type
     has_files_of_gpt2 = args.vocab_file and args.merge_file
-    if kind in (None, "GPT2BPETokenizer") and not has_files_of_gpt2:
+    if tokenizer in (None, "GPT2BPETokenizer") and not has_files_of_gpt2:
         raise InputError(
             "no tokenizer: give --tokenizer-type and --tokenizer-model (GPT2BPETokenizer: "
             "--vocab-file and --merge-file), or --tokenizer-type NullTokenizer --vocab-size N for "
             "data made of numbers"
         )
-    if kind == "NullTokenizer" and not args.vocab_size:
+    if tokenizer == "NullTokenizer" and not args.vocab_size:
         raise InputError(
             "--tokenizer-type NullTokenizer needs --vocab-size: the number of different tokens"
         )
@@ -147,11 +147,13 @@ def check_tokenizer(args: Namespace) -> None:
 
 def _check_tokenizer_files(args: Namespace) -> None:
     """Refuse a tokenizer whose files are not there."""
-    kind = args.tokenizer_type
+    tokenizer = args.tokenizer_type
     model = args.tokenizer_model
-    is_file = kind in _FILE_TOKENIZERS  # else a folder, or a name on Hugging Face's hub
-    if not model and (is_file or kind == "HuggingFaceTokenizer"):
-        raise InputError(f"--tokenizer-type {kind} needs --tokenizer-model: its file or folder")
+    is_file = tokenizer in _FILE_TOKENIZERS  # else a folder, or a name on Hugging Face's hub
+    if not model and (is_file or tokenizer == "HuggingFaceTokenizer"):
+        raise InputError(
+            f"--tokenizer-type {tokenizer} needs --tokenizer-model: its file or folder"
+        )
     paths = {"--vocab-file": args.vocab_file, "--merge-file": args.merge_file}
     if model and (is_file or _is_path(model)):
         paths["--tokenizer-model"] = model
@@ -326,9 +328,9 @@ def _prefixes(args: Namespace) -> tuple[list[str], bool]:
 
     blend, per_split = get_blend_and_blend_per_split(args)
     prefixes: dict[str, None] = {}
-    for part in (blend, *(per_split or [])):
-        if part is not None:
-            prefixes.update(dict.fromkeys(part[0]))
+    for blend_of_split in (blend, *(per_split or [])):
+        if blend_of_split is not None:
+            prefixes.update(dict.fromkeys(blend_of_split[0]))
     return [prefix for prefix in prefixes if "://" not in prefix], blend is not None
 
 

@@ -252,7 +252,7 @@ def run(args: Namespace, model_config_cls: type[GPTModelConfig] = GPTModelConfig
     enable.enable(args, model_config)
     # After enable, which completes the model's config.
     container = pretrain_cfg_container_from_args(args, model_config)
-    kind = ModelType.encoder_or_decoder
+    model_type = ModelType.encoder_or_decoder
     train_to_the_end(
-        lambda: training.pretrain(container, train_valid_test_datasets, kind, forward_step)
+        lambda: training.pretrain(container, train_valid_test_datasets, model_type, forward_step)
     )
