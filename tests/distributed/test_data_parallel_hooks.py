@@ -11,7 +11,7 @@ import torch
 from megatron.compression.communication.work import Work
 from tests.distributed.launch import pretrain, tiny_flags
 from tests.distributed.spawn import spawn
-from tests.distributed.tiny_ddp import Setup, Training, same_everywhere, start, train
+from tests.distributed.tiny_ddp import Setup, Training, batch_of, same_everywhere, start, train
 
 ITERATIONS = 3
 EXACT = {"compression": "identity", "weights": "identity"}
@@ -90,6 +90,54 @@ def warm_up_worker(rank: int, world_size: int) -> None:
 def test_warm_up() -> None:
     """Two iterations are Megatron's own, weights too; the third is compressed."""
     spawn(warm_up_worker, 2)
+
+
+def small_groups_worker(rank: int, world_size: int) -> None:
+    start(rank)
+    sizes = [
+        sum(bucket.grad_data.nbytes for bucket in group.buckets) for group in Training(rank).groups
+    ]
+    weight_sizes = [size // 2 for size in sizes]  # bf16, the gradients are fp32
+    for traffic, bounds in (("dp.gradient", sizes), ("dp.weight", weight_sizes)):
+        between = (min(bounds) + max(bounds)) / 2
+        settings = {"compression": "int8", "weights": "int8", "min_mb": between / 2**20}
+        training, _ = train(rank, Setup(settings=settings), 1)
+        assert training.kinds(traffic) - {"exact"} == {"small", "compressed"}, traffic
+        saved = sum(row["plain_bytes"] for row in training.rows if is_large(row, traffic))
+        large = sum(size for size in bounds if size >= between)
+        # half of a buffer is what one of two ranks sends
+        assert saved == large // 2, traffic
+
+
+def is_large(row: dict, traffic: str) -> bool:
+    """Whether a ledger's row counts what would have been sent without compression."""
+    return row["traffic"] == traffic and row["kind"] == "compressed"
+
+
+def test_groups_under_the_threshold_go_uncompressed() -> None:
+    """By the uncompressed size of the whole bucket group, gradients and weights each by their own."""
+    spawn(small_groups_worker, 2)
+
+
+def forced_worker(rank: int, world_size: int) -> None:
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+    start(rank)
+    gradients = []
+    for settings in ({}, {"compression": "int8"}):
+        training = Training(rank, Setup(overlap=False, settings=settings))
+        training.ddp.zero_grad_buffer()
+        training.ddp(**batch_of(0, rank)).float().mean().backward()
+        finalize_model_grads([training.ddp], force_all_reduce=True)
+        buckets = [bucket.grad_data for group in training.groups for bucket in group.buckets]
+        gradients.append(torch.cat(buckets))
+    assert training.kinds() == {"exact"}
+    assert torch.equal(*gradients)
+
+
+def test_an_iteration_that_saves_its_gradients_is_exact() -> None:
+    """--save-wgrads-interval: Megatron all-reduces them in whole, also with a codec."""
+    spawn(forced_worker, 2)
 
 
 WRITES = {

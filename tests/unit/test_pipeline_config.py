@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from megatron.compression.codecs import parse_codec
-from megatron.compression.communication import Work
+from megatron.compression.communication import Ledger, Policy, Run, Work
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
-from megatron.compression.pipeline_parallel.exchange import SendsInFlight
+from megatron.compression.pipeline_parallel.exchange import (
+    BACKWARD,
+    FORWARD,
+    PipelineExchange,
+    SendsInFlight,
+)
 from tests.unit.megatron_args import parsed
 
 ARGS = parsed(pipeline_model_parallel_size=2, sequence_parallel=True)
@@ -102,3 +107,15 @@ def test_sends_in_flight_are_waited_for_in_order() -> None:
         and len(sends) == 0
         and not any(one() is not None for one in alive)
     )
+
+
+@pytest.mark.parametrize("traffic", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("tokens, reason", [(511, "small"), (512, "compressed")])
+def test_messages_under_the_threshold_go_uncompressed(
+    traffic: str, tokens: int, reason: str
+) -> None:
+    """A threshold in bytes: 512 tokens of 1024 values in bf16 are 1 MB."""
+    ledger = Ledger()
+    rules = PipelineParallelConfig(compression="int8", min_mb=1.0).rules(0)
+    exchange = PipelineExchange(Run(Policy(rules, ledger), ledger))
+    assert exchange._decide(traffic, (tokens, 1, 1024), torch.bfloat16).reason == reason

@@ -1,8 +1,10 @@
 """One decision a message: its layer, its size, the iteration, the error bound, evaluations."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron.compression.communication import Ledger, Policy
+from megatron.compression.communication import CommSite, Ledger, Policy, Run
 from megatron.compression.communication.meter import ErrorMeter
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.names import FLAG_NAMES
@@ -52,6 +54,25 @@ def test_evaluations_concern_activations_alone(flag: bool) -> None:
     assert policy.decide("tp.forward", LARGE).reason == ("evaluation" if flag else "compressed")
     assert policy.decide("tp.forward", 1).reason == ("evaluation" if flag else "small")
     assert policy.decide("dp.gradient", LARGE).reason == "compressed"
+
+
+@pytest.mark.parametrize(
+    "settings, sends_itself",
+    [
+        ({"compression": "int8"}, True),
+        ({"compression": "int8", "backward": "none"}, True),
+        ({"compression": "none", "backward": "int8"}, True),
+        ({"compression": "none"}, False),
+    ],
+    ids=str,
+)
+def test_a_layer_sends_itself_where_either_direction_is_compressed(
+    settings: dict, sends_itself: bool
+) -> None:
+    """Else megatron-core's own functions send both."""
+    policy = _policy(**settings)
+    site = CommSite("fc1", SimpleNamespace(size=lambda: 2), Run(policy, policy.ledger))
+    assert site.pair("tp.forward", "tp.backward", LARGE).compressed is sends_itself
 
 
 def test_codecs_by_site_and_layer() -> None:
