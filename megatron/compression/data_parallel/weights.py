@@ -165,13 +165,29 @@ class BucketWeights:
         return torch.where(was_written, no_change, payload)
 
 
+_ROW = 1021
+"""Values of a row of ``fingerprint``'s matrix; a prime, so that rows of weights do not lie in one
+column."""
+
+
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``[4]`` of 16-bit values ``[n]``, others where some are changed or have changed
-    places."""
+    """Return int64 ``[m]`` of 16-bit values ``[n]``, others where values are changed or change places.
+
+    A sum over all values would not see that some have changed places, as where rows of a matrix are
+    exchanged. So the values are laid out as a matrix, and its rows and columns are summed:
+
+        | v0     v1     ...  v1020 | sum
+        | v1021  v1022  ...  v2041 | sum
+          sum    sum         sum
+        v2042  v2043                       what fills no row, as it is
+    """
     # Integers: a sum of floats would miss small changes, and depend on the order of adding.
     bits = values.view(torch.int16)
-    subsets = (bits, bits[: len(bits) // 2], bits[::2], bits[::3])
-    return torch.stack([subset.sum(dtype=torch.int64) for subset in subsets])
+    in_rows = len(bits) // _ROW * _ROW
+    matrix = bits[:in_rows].view(-1, _ROW)
+    row_sums = matrix.sum(1, dtype=torch.int64)
+    column_sums = matrix.sum(0, dtype=torch.int64)
+    return torch.cat([row_sums, column_sums, bits[in_rows:].long()])
 
 
 def copy_masters(optimizer) -> bool:
