@@ -218,6 +218,56 @@ def test_some_ranks_had_no_token(ranks: list[dict]) -> None:
     assert min(row["plain_bytes"] for row in messages) < max(row["plain_bytes"] for row in messages)
 
 
+INT8 = "int8:group=64"
+DISPATCHERS = {"all-to-all": {}, "gathered": GATHERED}
+DIRECTIONS = {"neither": ("none", "none"), "gradients": ("none", INT8), "tokens": (INT8, "none")}
+"""What is compressed: codecs of tokens and of their gradients."""
+
+
+def directions_worker(rank: int, world_size: int, dispatcher: str) -> dict[str, tuple]:
+    """By what is compressed the loss, the gradients' relative error, and the ledger's kinds of tokens
+    and of their gradients."""
+    from megatron.core import parallel_state
+
+    from megatron.compression import CompressionConfig, attach
+    from megatron.compression.expert_parallel.config import ExpertParallelConfig
+
+    parallel_state.initialize_model_parallel(
+        1, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    results = {}
+    exact: dict[str, torch.Tensor] = {}
+    for name, (forward, backward) in DIRECTIONS.items():
+        model = _build((1, 1, 2), DISPATCHERS[dispatcher])
+        experts = ExpertParallelConfig(compression=forward, backward=backward)
+        config = CompressionConfig(expert_parallel=experts)
+        compression = attach([model], config, log=lambda line: None)
+        loss, gradients = _pass(model, rank, few=False)
+        exact = exact or gradients
+        kinds = [
+            {row["kind"] for row in compression.ledger.rows() if row["traffic"] == traffic}
+            for traffic in ("ep.forward", "ep.backward")
+        ]
+        results[name] = loss, _error(gradients, exact, forward), *kinds
+    return results
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+def test_tokens_and_their_gradients_have_codecs_of_their_own(dispatcher: str) -> None:
+    """A codec of gradients alone leaves the loss as it is, one of tokens alone sends gradients as they
+    are."""
+    for by_direction in spawn(directions_worker, 2, dispatcher):
+        exact_loss, *_ = by_direction["neither"]
+        loss, error, tokens, gradients = by_direction["gradients"]
+        assert loss == exact_loss
+        assert 0 < error < 0.05
+        assert (tokens, gradients) == ({"off"}, {"compressed"})
+        loss, error, tokens, gradients = by_direction["tokens"]
+        assert loss != exact_loss
+        assert 0 < error < 0.05
+        assert (tokens, gradients) == ({"compressed"}, {"off"})
+
+
 ROUTED_MB = (32 + 8) * 2 * 2 * HIDDEN * 4 / 2**20
 """What both ranks route: two sequences each, of 32 and 8 tokens, each token to two experts, fp32."""
 

@@ -266,15 +266,19 @@ def test_a_shard_that_does_not_fit_goes_uncompressed() -> None:
     spawn(overflow_worker, 2)
 
 
-def unnoticed_worker(rank: int, ranks: int) -> None:
+def unnoticed_worker(rank: int, ranks: int, fits_again: bool = False) -> None:
     model = build()
     compression = attach(model, "lossless", "none")
     model[0].unshard(async_op=True).wait()
     train(model, 1)
     model(ones())
     weight = model[1].mlp[0].weight
+    trained = weight.data.clone()
     weight.data.copy_(weight.data * 2.0 ** -(50 * torch.rand_like(weight)))  # no version is counted
     model(ones())
+    if fits_again:
+        weight.data.copy_(trained)
+        model(ones())
     compression.weights_changed()
     with pytest.raises(
         RuntimeError, match=r"weights of the module of 1\.norm\.weight changed unnoticed"
@@ -282,9 +286,11 @@ def unnoticed_worker(rank: int, ranks: int) -> None:
         model(ones())
 
 
-def test_a_change_that_nothing_tells_of_is_no_silent_one() -> None:
-    """Where such weights did not fit, the next question to the ranks ends the run."""
-    spawn(unnoticed_worker, 2)
+@pytest.mark.parametrize("fits_again", [False, True], ids=["still misfit", "fitting again"])
+def test_a_change_that_nothing_tells_of_is_no_silent_one(fits_again: bool) -> None:
+    """Where such weights did not fit, the next question to the ranks ends the run, also where those of
+    a later pass did."""
+    spawn(unnoticed_worker, 2, fits_again)
 
 
 def unannounced_worker(rank: int, ranks: int) -> None:
