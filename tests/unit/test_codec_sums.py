@@ -72,3 +72,45 @@ def test_a_sum_is_encoded_by_the_second_codec(spec: str) -> None:
     reference = second.decode(second.encode(exact_sum), shape, torch.float32)
     # Inside the Hadamard domain the sum is not rotated back and forth: nearly, not exactly, the same.
     assert (decoded - reference).norm() < 0.05 * exact_sum.norm()
+
+
+DIFFERENCES = [
+    spec
+    for spec in SPECS
+    if spec not in ("identity", "lossless") and not parse_codec(spec).sees_shape
+]
+"""Codecs that send the difference of weights; the exact ones send the new values."""
+
+
+def updated_weights() -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 weights ``[n]`` before and after a step of a hundredth, which bf16 rounds coarsely."""
+    before = values(1, 1024, seed=0)[0]
+    after = before + 0.01 * values(1, 1024, seed=1)[0]
+    return before.bfloat16(), after.bfloat16()
+
+
+@pytest.mark.parametrize("spec", DIFFERENCES)
+def test_a_difference_is_formed_in_fp32(spec: str) -> None:
+    """bf16 would round what two weights of different magnitudes differ by."""
+    codec = parse_codec(spec)
+    weights, new = updated_weights()
+    difference = new.float() - weights.float()
+    assert not torch.equal(difference, (new - weights).float())
+
+    payload = codec.encode_difference(new, weights)
+
+    assert torch.equal(payload, codec.encode(difference[None])[0])
+
+
+@pytest.mark.parametrize("spec", DIFFERENCES)
+def test_a_difference_is_added_in_fp32_and_rounded_once(spec: str) -> None:
+    codec = parse_codec(spec)
+    weights, new = updated_weights()
+    payload = codec.encode_difference(new, weights)
+    change = codec.decode(payload[None], new.shape, torch.float32)[0]
+    expected = (weights.float() + change).bfloat16()
+    assert not torch.equal(expected, weights + change.bfloat16())
+
+    codec.add_decoded(payload[None], weights[None])
+
+    assert torch.equal(weights, expected)
