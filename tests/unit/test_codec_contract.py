@@ -1,6 +1,8 @@
-"""The contract over rows, for every codec in one test: sizes, strides, sums, buffers that are given."""
+"""The contract that every codec keeps: sizes of payloads, rows, strides, sums, buffers, NaN."""
 
+import functools
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,15 +25,18 @@ MORE = (
     "examples.paper.per_tensor_fp8:PerTensorFp8",
 )
 SPECS = sorted({*CODECS.names(), *MORE} - {"lossless"})
-"""All but lossless, whose payloads are of the dtype that is encoded, and may be cut: test_lossless.py."""
+"""All codecs but lossless: its payloads depend on the dtype and may be cut (test_lossless.py)."""
 SHAPES = [(1,), (128,), (1000,), (3, 2, 96), (6, 1, 257)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WORST = 0.6
-"""Relative error of two and three bits on tiny rows; what matters is that no row gets another's values."""
+"""Relative error of two and three bits on tiny rows. A row with another's values has more: 1.4."""
 
 
 def shapes_of(codec) -> list[tuple[int, ...]]:
-    """Those that see shapes take tokens and channels; normalised channels come in whole groups."""
+    """Return the shapes that a codec takes.
+
+    One that sees shapes takes tokens and channels; normalised channels come in whole groups.
+    """
     if not codec.sees_shape:
         return SHAPES
     if "normalize" in codec.name:
@@ -43,8 +48,9 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+def error(decoded: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the relative error, in the Frobenius norm."""
+    return float((decoded.double() - exact.double()).norm() / exact.double().norm())
 
 
 FLAT = [spec for spec in (*SPECS, "lossless") if not parse_codec(spec).hops[0].sees_shape]
@@ -63,83 +69,211 @@ def test_rows_of_one_value_with_any_stride(spec: str, rows: int) -> None:
     assert torch.equal(decoded, codec.decode(codec.encode(contiguous), (1,), torch.bfloat16))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_rows(spec: str) -> None:
-    """Payloads have the size that was said, rows do not touch each other, and strides do not matter."""
+class Encoded(NamedTuple):
+    """Three rows of values and their payloads."""
+
+    x: torch.Tensor
+    shape: tuple[int, ...]
+    """Of a row."""
+    payloads: torch.Tensor
+    before: torch.Tensor
+    """A copy of ``x`` from before it was encoded."""
+
+
+@functools.cache
+def encoded(spec: str) -> list[Encoded]:
+    """Return what a codec makes of rows of each shape and dtype; made once for all tests."""
     codec = parse_codec(spec)
+    cases = []
     for shape in shapes_of(codec):
         for dtype in DTYPES:
             x = values(3, *shape, dtype=dtype)
             before = x.clone()
-            payloads = codec.encode(x)
-            assert payloads.shape == (3, codec.payload_bytes(shape)), (shape, dtype)
-            assert payloads.dtype == torch.uint8 and payloads.is_contiguous()
-            assert torch.equal(x, before)
-            alone = torch.cat([codec.encode(row[None]) for row in x])
-            decoded = codec.decode(payloads, shape, dtype)
-            assert decoded.shape == x.shape and decoded.dtype == dtype
-            assert torch.equal(decoded, codec.decode(alone, shape, dtype)), "rows are apart"
-            one = torch.cat([codec.decode(row[None], shape, dtype) for row in payloads])
-            assert torch.equal(decoded, one)
-            assert error(decoded, x) < WORST, (shape, dtype)
-
-            strided = torch.empty(3, *shape[::-1], dtype=dtype).permute(
-                0, *range(len(shape), 0, -1)
-            )
-            strided.copy_(x)
-            assert torch.equal(codec.encode(strided), payloads), "any strides"
+            cases.append(Encoded(x, shape, codec.encode(x), before))
+    return cases
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_sums_and_buffers_that_are_given(spec: str) -> None:
-    """Sums of what is decoded: in fp32, scaled, rounded once; the same bits in an ``out`` of any strides."""
+def test_a_payload_has_the_promised_size(spec: str) -> None:
     codec = parse_codec(spec)
-    second = codec.hops[1]
+    for x, shape, payloads, _ in encoded(spec):
+        assert payloads.shape == (3, codec.payload_bytes(shape)), (shape, x.dtype)
+        assert payloads.dtype == torch.uint8
+        assert payloads.is_contiguous()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_encoded_stays_as_it_was(spec: str) -> None:
+    for x, shape, _, before in encoded(spec):
+        assert torch.equal(x, before), (shape, x.dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_values_come_back_in_their_shape_and_dtype(spec: str) -> None:
+    codec = parse_codec(spec)
+    for x, shape, payloads, _ in encoded(spec):
+        decoded = codec.decode(payloads, shape, x.dtype)
+        assert decoded.shape == x.shape
+        assert decoded.dtype == x.dtype
+        assert error(decoded, x) < WORST, (shape, x.dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_rows_are_encoded_and_decoded_apart(spec: str) -> None:
+    codec = parse_codec(spec)
+    for x, shape, payloads, _ in encoded(spec):
+        decoded = codec.decode(payloads, shape, x.dtype)
+        encoded_apart = torch.cat([codec.encode(row[None]) for row in x])
+        assert torch.equal(decoded, codec.decode(encoded_apart, shape, x.dtype)), (shape, x.dtype)
+        decoded_apart = [codec.decode(row[None], shape, x.dtype) for row in payloads]
+        assert torch.equal(decoded, torch.cat(decoded_apart)), (shape, x.dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_strides_do_not_matter(spec: str) -> None:
+    codec = parse_codec(spec)
+    for x, shape, payloads, _ in encoded(spec):
+        reversed_dimensions = range(len(shape), 0, -1)
+        strided = torch.empty(3, *shape[::-1], dtype=x.dtype).permute(0, *reversed_dimensions)
+        strided.copy_(x)
+        assert torch.equal(codec.encode(strided), payloads), (shape, x.dtype)
+
+
+class Addends(NamedTuple):
+    """Two rows of each of three ranks."""
+
+    payloads: torch.Tensor
+    """[ranks, rows, bytes]."""
+    shape: tuple[int, ...]
+    """Of a row."""
+    exact: torch.Tensor
+    """The sum of what the payloads decode to, in fp64."""
+    total: torch.Tensor
+    """The codec's sum, in fp32."""
+
+
+@functools.cache
+def addends(spec: str) -> list[Addends]:
+    """Return what ranks send of rows of each shape; made once for all tests."""
+    codec = parse_codec(spec)
+    cases = []
     for shape in shapes_of(codec):
         payloads = torch.stack([codec.encode(values(2, *shape, seed=seed)) for seed in range(3)])
         exact = sum(codec.decode(rows, shape, torch.float32).double() for rows in payloads)
         total = codec.decode_sum(payloads, shape, torch.float32)
+        cases.append(Addends(payloads, shape, exact, total))
+    return cases
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_sum_is_that_of_the_decoded_values(spec: str) -> None:
+    for _, shape, exact, total in addends(spec):
         assert total.shape == (2, *shape)
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-5)
-        again = codec.decode_sum_encode(payloads, shape, second)
-        assert again.shape == (2, second.payload_bytes(shape)) and again.dtype == torch.uint8
-        assert error(second.decode(again, shape, torch.float32), exact) < WORST
-        for dtype in (torch.float32, torch.bfloat16):
-            third = codec.decode_sum(payloads, shape, dtype, scale=1 / 3)
-            assert torch.equal(third, (total * (1 / 3)).to(dtype)), "rounded once, after the scale"
-            decoded = codec.decode(payloads[0], shape, dtype)
-            whole = torch.full((2, *shape), 7.0, dtype=dtype)
-            for given in (whole, torch.cat((whole, whole), -1)[..., ::2]):
-                codec.decode_into(payloads[0], shape, dtype, given)
-                assert torch.equal(given, decoded)
-                codec.decode_sum(payloads, shape, dtype, 1 / 3, given)
-                assert torch.equal(given, third)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if not parse_codec(spec).sees_shape])
-def test_grids_and_differences(spec: str) -> None:
-    """What data parallelism asks for: rows that lie apart, the change of weights added to them."""
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_sum_is_encoded_by_the_second_hop(spec: str) -> None:
+    codec = parse_codec(spec)
+    second = codec.hops[1]
+    for payloads, shape, exact, _ in addends(spec):
+        sums = codec.decode_sum_encode(payloads, shape, second)
+        assert sums.shape == (2, second.payload_bytes(shape))
+        assert sums.dtype == torch.uint8
+        assert error(second.decode(sums, shape, torch.float32), exact) < WORST, shape
+
+
+SUM_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@SUM_DTYPES
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_sum_is_scaled_in_fp32_and_rounded_once(spec: str, dtype: torch.dtype) -> None:
+    codec = parse_codec(spec)
+    for payloads, shape, _, total in addends(spec):
+        scaled = codec.decode_sum(payloads, shape, dtype, scale=1 / 3)
+        assert torch.equal(scaled, (total * (1 / 3)).to(dtype)), shape
+
+
+def buffers(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return two buffers of a shape filled with sevens; the second one's values lie apart."""
+    contiguous = torch.full(shape, 7.0, dtype=dtype)
+    return [contiguous, torch.cat((contiguous, contiguous), -1)[..., ::2]]
+
+
+@SUM_DTYPES
+@pytest.mark.parametrize("spec", SPECS)
+def test_values_are_decoded_into_a_buffer_of_any_strides(spec: str, dtype: torch.dtype) -> None:
+    codec = parse_codec(spec)
+    for payloads, shape, *_ in addends(spec):
+        decoded = codec.decode(payloads[0], shape, dtype)
+        for out in buffers((2, *shape), dtype):
+            codec.decode_into(payloads[0], shape, dtype, out)
+            assert torch.equal(out, decoded), (shape, out.stride())
+
+
+@SUM_DTYPES
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_sum_is_written_into_a_buffer_of_any_strides(spec: str, dtype: torch.dtype) -> None:
+    codec = parse_codec(spec)
+    for payloads, shape, *_ in addends(spec):
+        scaled = codec.decode_sum(payloads, shape, dtype, scale=1 / 3)
+        for out in buffers((2, *shape), dtype):
+            codec.decode_sum(payloads, shape, dtype, 1 / 3, out)
+            assert torch.equal(out, scaled), (shape, out.stride())
+
+
+DATA_PARALLEL = pytest.mark.parametrize(
+    "spec", [spec for spec in SPECS if not parse_codec(spec).sees_shape]
+)
+"""Codecs that data parallelism can use: gradients and weights have no tokens."""
+
+
+@DATA_PARALLEL
+def test_rows_of_a_grid_may_lie_apart(spec: str) -> None:
     codec = parse_codec(spec)
     grid = values(2, 3, 2 * 160)[..., :160]
     assert torch.equal(codec.encode_grid(grid), torch.stack([codec.encode(rows) for rows in grid]))
-    old, change = values(200, dtype=torch.bfloat16), 1e-2 * values(200, seed=1)
-    new = (old.float() + change).to(torch.bfloat16)
+
+
+@DATA_PARALLEL
+def test_a_change_of_weights_is_added_to_them(spec: str) -> None:
+    codec = parse_codec(spec)
+    old = values(200, dtype=torch.bfloat16)
+    new = (old.float() + 1e-2 * values(200, seed=1)).to(torch.bfloat16)
     payload = codec.encode_difference(new, old)
     assert payload.shape == (codec.payload_bytes((200,)),)
     weights = old.clone()[None]
     assert codec.add_decoded(payload[None], weights) is weights
-    assert torch.equal(weights[0], new) if spec == "identity" else error(weights[0], new) < 0.01
+    if spec == "identity":
+        assert torch.equal(weights[0], new)
+    else:
+        assert error(weights[0], new) < 0.01
+
+
+MESSAGE = (4, 2, 128)
+"""Shape of a row."""
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_value_that_is_not_finite_arrives_in_its_row_alone(spec: str, bad: float) -> None:
+    codec = parse_codec(spec)
+    x = values(2, *MESSAGE)
+    x[1, 2, 1, 5] = bad
+    decoded = codec.decode(codec.encode(x), MESSAGE, torch.float32)
+    assert decoded[0].isfinite().all()
+    assert not decoded[1].isfinite().all()
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_zeros_and_what_is_not_finite(spec: str) -> None:
-    """Zeros come back; a NaN or an infinity reaches the other side, and no other row."""
-    codec, shape = parse_codec(spec), (4, 2, 128)
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        x = values(2, *shape)
-        x[1, 2, 1, 5] = bad
-        decoded = codec.decode(codec.encode(x), shape, torch.float32)
-        assert decoded[0].isfinite().all() and not decoded[1].isfinite().all(), bad
-    zeros = torch.zeros(1, *shape)
-    assert torch.equal(codec.decode(codec.encode(zeros), shape, torch.float32), zeros)
-    assert codec.bits_per_value(shape) == 8 * codec.payload_bytes(shape) / math.prod(shape)
+def test_zeros_stay_zeros(spec: str) -> None:
+    codec = parse_codec(spec)
+    zeros = torch.zeros(1, *MESSAGE)
+    assert torch.equal(codec.decode(codec.encode(zeros), MESSAGE, torch.float32), zeros)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bits_a_value_are_those_of_the_payload(spec: str) -> None:
+    codec = parse_codec(spec)
+    assert codec.bits_per_value(MESSAGE) == 8 * codec.payload_bytes(MESSAGE) / math.prod(MESSAGE)

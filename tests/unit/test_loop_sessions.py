@@ -1,4 +1,4 @@
-"""Megatron's loop tells the session of the model that it works with, whichever session was opened last."""
+"""Megatron's loop tells the session of the model that it works with, not the one opened last."""
 
 import pytest
 from megatron.training import checkpointing, one_logger_utils, training
@@ -11,21 +11,28 @@ class Chunk:
 
 
 class OpenRun:
-    """Of a session."""
+    """The run of a session."""
 
     def __init__(self, session: "Session") -> None:
         self.session = session
 
 
 class Session:
-    """Notes what it is told."""
+    """Notes what it is told.
+
+    Args:
+        name: tells it from others in the notes.
+        told: takes (name, event, values ...), of all sessions.
+    """
 
     awaits_provided_chunks = False
     split = "valid"
 
     def __init__(self, name: str, told: list[tuple]) -> None:
-        self.name, self.told = name, told
-        self.model, self.run = [Chunk()], OpenRun(self)
+        self.name = name
+        self.told = told
+        self.model = [Chunk()]
+        self.run = OpenRun(self)
         running.claim(self.model, self.run)
 
     def __getattr__(self, event: str):
@@ -67,7 +74,7 @@ def _generate_state_dict(args, model, optimizer, scheduler, rng_state, optim_sd_
 
 @pytest.fixture
 def told(monkeypatch) -> list[tuple]:
-    """What sessions are told, by functions that stand for Megatron's."""
+    """The list of what sessions are told; stand-ins replace Megatron's functions."""
     monkeypatch.setattr(running, "_open", {})
     monkeypatch.setattr(running, "_at_work", [])
     for owner, name, function in (
@@ -92,7 +99,8 @@ def told(monkeypatch) -> list[tuple]:
 
 def test_a_training_tells_the_session_of_its_model(told) -> None:
     """The other session, which was opened last, hears nothing."""
-    first, _ = Session("first", told), Session("last", told)
+    first = Session("first", told)
+    _last = Session("last", told)
     at_work = []
     training.train(lambda: at_work.append(running.current()), first.model)
     assert at_work == [first.run]
@@ -108,7 +116,8 @@ def test_a_training_tells_the_session_of_its_model(told) -> None:
 
 
 def test_a_checkpoint_is_read_by_the_session_of_its_model(told) -> None:
-    first, _ = Session("first", told), Session("last", told)
+    first = Session("first", told)
+    _last = Session("last", told)
     training.load_checkpoint(first.model, None)
     assert told == [
         ("first", "check_checkpoint_arguments", "arguments"),
@@ -125,8 +134,9 @@ def test_a_model_of_no_session_tells_nobody(told) -> None:
 
 
 def test_outside_of_every_model_the_session_opened_last_is_told(told) -> None:
-    """As an own loop around Megatron's functions has it."""
-    _first, _last = Session("first", told), Session("last", told)
+    """So it is in an own loop around Megatron's functions."""
+    _first = Session("first", told)
+    _last = Session("last", told)
     one_logger_utils.finish()
     assert told == [("last", "training_ends")]
 

@@ -1,4 +1,4 @@
-"""Patches refuse unexpected symbols and wrap once; torch's Adam is fused where its parameters are on GPUs."""
+"""Patches refuse unexpected symbols, wrap once and are taken out; Adam is fused on GPUs."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ class Owner:
     """Stands for a megatron-core class."""
 
     def double(self, value: int) -> int:
-        """What is wrapped."""
+        """Return twice the value; patches wrap this."""
         return 2 * value
 
 
@@ -39,13 +39,15 @@ def test_replace_wraps_once() -> None:
     assert Owner().double(3) == 6
 
 
-def test_replace_refuses_another_version() -> None:
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [("triple", (), "does not exist"), ("double", ("value", "factor"), "no parameter factor")],
+)
+def test_replace_refuses_another_version(name, parameters, message) -> None:
     """A missing function or parameter fails loudly and changes nothing."""
     owner = type("Copy", (Owner,), {})
-    with pytest.raises(PatchError, match="does not exist"):
-        replace(owner, "triple", (), _plus_one)
-    with pytest.raises(PatchError, match="no parameter factor"):
-        replace(owner, "double", ("value", "factor"), _plus_one)
+    with pytest.raises(PatchError, match=message):
+        replace(owner, name, parameters, _plus_one)
     assert owner().double(3) == 6
 
 
@@ -105,20 +107,42 @@ class OwnAdam(torch.optim.AdamW):
     """A subclass, which may step in its own way."""
 
 
-def test_adam_is_fused_only_where_every_parameter_is_on_a_gpu() -> None:
-    here, there = torch.nn.Parameter(torch.ones(3)), OnGpu(torch.ones(3))
-    mixed = torch.optim.AdamW([here, there])
-    assert not any(map(fuse, (mixed, OwnAdam([there]), torch.optim.SGD([there]), None)))
-    assert mixed.param_groups[0]["fused"] is None
-    optimizer = torch.optim.AdamW(
-        [{"params": [there]}, {"params": [OnGpu(torch.ones(2))], "lr": 0.1}]
-    )
-    assert fuse(optimizer) and [group["fused"] for group in optimizer.param_groups] == [True, True]
-    unfused = torch.optim.AdamW(
-        [{"params": [OnGpu(torch.ones(3))]}, {"params": [OnGpu(torch.ones(2))]}]
-    )
-    optimizer.load_state_dict(unfused.state_dict())  # a checkpoint of before
+def on_cpu() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(3))
+
+
+def on_gpu() -> OnGpu:
+    return OnGpu(torch.ones(3))
+
+
+def test_adam_is_fused_where_every_parameter_is_on_a_gpu() -> None:
+    optimizer = torch.optim.AdamW([{"params": [on_gpu()]}, {"params": [on_gpu()], "lr": 0.1}])
+    assert fuse(optimizer)
     assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+
+
+def test_adam_stays_fused_after_a_checkpoint_of_an_unfused_one() -> None:
+    groups = [{"params": [on_gpu()]}, {"params": [on_gpu()]}]
+    optimizer = torch.optim.AdamW(groups)
+    assert fuse(optimizer)
+    unfused = torch.optim.AdamW([{"params": [on_gpu()]}, {"params": [on_gpu()]}])
+    optimizer.load_state_dict(unfused.state_dict())
+    assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+
+
+def test_adam_is_not_fused_where_a_parameter_is_on_the_cpu() -> None:
+    optimizer = torch.optim.AdamW([on_cpu(), on_gpu()])
+    assert not fuse(optimizer)
+    assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [OwnAdam([on_gpu()]), torch.optim.SGD([on_gpu()]), None],
+    ids=["own", "sgd", "none"],
+)
+def test_what_is_not_torchs_adam_is_not_fused(optimizer) -> None:
+    assert not fuse(optimizer)
 
 
 def test_fusing_adam_is_put_in_once() -> None:
@@ -134,7 +158,7 @@ def _twice(original):
 
 @pytest.fixture
 def owner():
-    """A class of this test's own, whose function is its own, too; what has been replaced is put back."""
+    """A class with a function of its own; what a test replaces in it is taken out afterwards."""
     yield type("Copy", (), {"double": Owner.double})
     symbols.take_out()
 
@@ -147,10 +171,11 @@ def test_the_original_is_back_when_replacements_are_taken_out(owner) -> None:
 
 
 def test_a_base_classs_function_is_not_left_in_the_class(owner) -> None:
-    """Else later changes of the base class would not be seen."""
+    """Later changes of the base class would not be seen otherwise."""
     derived = type("Derived", (owner,), {})
     symbols.replace(derived, "double", ("value",), _plus_one)
-    assert derived().double(3) == 7 and owner().double(3) == 6
+    assert derived().double(3) == 7
+    assert owner().double(3) == 6
     symbols.take_out()
     assert "double" not in vars(derived)
 
@@ -170,51 +195,97 @@ def test_repairs_stay(owner) -> None:
     assert owner().double(3) == 7
 
 
-def test_what_somebody_else_has_wrapped_over_ours_is_left_alone(owner) -> None:
-    """It stays where it is; a later request finds ours below it, and does not wrap once more."""
+@pytest.fixture
+def wrapped_over(owner):
+    """The owner, with a function of somebody else around our replacement; and that function."""
     symbols.replace(owner, "double", ("value",), _plus_one)
-    theirs = _twice(owner.double)
-    owner.double = theirs
+    foreign = _twice(owner.double)
+    owner.double = foreign
+    return owner, foreign
+
+
+def test_what_somebody_else_has_wrapped_over_ours_is_left_alone(wrapped_over) -> None:
+    owner, foreign = wrapped_over
     symbols.take_out()
-    assert owner.double is theirs and owner().double(3) == 14
+    assert owner.double is foreign
+    assert owner().double(3) == 14
+
+
+def test_below_a_foreign_function_ours_is_not_wrapped_again(wrapped_over) -> None:
+    owner, foreign = wrapped_over
+    symbols.take_out()
     symbols.replace(owner, "double", ("value",), _plus_one)
-    assert owner.double is theirs and owner().double(3) == 14
+    assert owner.double is foreign
+    assert owner().double(3) == 14
 
 
-def test_what_is_added_to_a_replacement_is_called_once_each(owner) -> None:
-    """And it is forgotten with the replacement."""
+def _noting(original, calls):
+    """Return a function that gives its value to all calls before the original."""
+
+    def wrapper(self, value):
+        for call in calls:
+            call(value)
+        return original(self, value)
+
+    return wrapper
+
+
+def test_what_is_added_twice_to_a_replacement_is_called_once(owner) -> None:
     seen = []
-
-    def noting(original, calls):
-        def wrapper(self, value):
-            for call in calls:
-                call(value)
-            return original(self, value)
-
-        return wrapper
-
-    for _ in range(2):
-        symbols.extend(owner, "double", ("value",), noting, seen.append)
-    assert owner().double(3) == 6 and seen == [3]
-    symbols.take_out()
-    symbols.extend(owner, "double", ("value",), noting, print)
-    owner().double(4)
+    symbols.extend(owner, "double", ("value",), _noting, seen.append)
+    symbols.extend(owner, "double", ("value",), _noting, seen.append)
+    assert owner().double(3) == 6
     assert seen == [3]
 
 
+def test_what_is_added_is_forgotten_with_its_replacement(owner) -> None:
+    seen = []
+    symbols.extend(owner, "double", ("value",), _noting, seen.append)
+    symbols.take_out()
+    symbols.extend(owner, "double", ("value",), _noting, print)
+    owner().double(4)
+    assert not seen
+
+
 class Thing:
-    """What belongs to a run: a chunk, or the run itself."""
+    """A thing that may belong to a run: a chunk, or the run itself."""
 
     module = None
 
 
-def test_a_run_is_found_by_what_belongs_to_it() -> None:
-    """A chunk, what wraps it, the first of several chunks; a copy of a chunk belongs to nobody."""
-    run, chunk, wrapped = Thing(), Thing(), Thing()
-    wrapped.module = chunk
+@pytest.fixture
+def claimed():
+    """A run and the chunk that belongs to it."""
+    run = Thing()
+    chunk = Thing()
     running.claim([chunk], run)
-    assert running.run_of_model(chunk) is running.run_of_model([wrapped, Thing()]) is run
-    assert running.run_of_model(copy.copy(chunk)) is None and running.run_of(Thing()) is None
+    yield run, chunk
+    running.close_run(run)
+
+
+def test_a_run_is_known_by_its_chunk(claimed) -> None:
+    run, chunk = claimed
+    assert running.run_of_model(chunk) is run
+
+
+def test_a_run_is_known_by_what_wraps_its_first_chunk(claimed) -> None:
+    run, chunk = claimed
+    wrapper = Thing()
+    wrapper.module = chunk
+    assert running.run_of_model([wrapper, Thing()]) is run
+
+
+def test_a_copy_of_a_chunk_belongs_to_no_run(claimed) -> None:
+    _, chunk = claimed
+    assert running.run_of_model(copy.copy(chunk)) is None
+
+
+def test_what_was_not_claimed_belongs_to_no_run(claimed) -> None:
+    assert running.run_of(Thing()) is None
+
+
+def test_a_chunk_belongs_to_no_run_once_its_run_is_closed(claimed) -> None:
+    run, chunk = claimed
     running.close_run(run)
     assert running.run_of(chunk) is None
 
@@ -232,10 +303,11 @@ def test_the_innermost_run_is_at_work() -> None:
 
 
 def test_a_run_ends_with_its_model(owner, monkeypatch) -> None:
-    """Nobody has closed it: the last one that is garbage leaves the functions as they were."""
+    """Nobody closes it: the last run that is garbage leaves the functions as they were."""
     monkeypatch.setattr(running, "_open", {})
     original = owner.double
-    run, chunk = Thing(), Thing()
+    run = Thing()
+    chunk = Thing()
     running.claim([chunk], run)
     symbols.replace(owner, "double", ("value",), _plus_one)
     del run

@@ -14,21 +14,41 @@ from taco_kernels import bitmap_sparse
 from tests.kernels.test_bitmap_sparse import gradients
 
 
-def test_it_begins_uncompressed() -> None:
-    """For a fifth of the run, at most 1000 iterations; a number of one's own counts, 0 too."""
-    config = DataParallelConfig(compression="tagc", weights="int8")
+def first_compressed(config: DataParallelConfig, start, iterations, traffic="dp.gradient") -> int:
+    """Return the iteration from which on a traffic class is compressed.
 
-    def start(given: int | None, iterations: int | None, traffic: str = "dp.gradient") -> int:
-        return config.rules(given, iterations)[traffic].start_iteration
+    Args:
+        config: settings of data parallelism.
+        start: --compression-start-iteration, None without it.
+        iterations: how many the run has, None where that is unknown.
+        traffic: the traffic class.
+    """
+    return config.rules(start, iterations)[traffic].start_iteration
 
-    assert [start(None, n) for n in (None, 0, 400, 100_000)] == [0, 0, 80, 1000]
-    assert [start(own, 400) for own in (0, 7)] == [0, 7]
-    assert (start(None, 400, "dp.weight"), start(7, 400, "dp.weight")) == (0, 7), (
-        "weights need none"
-    )
-    assert (
-        DataParallelConfig(compression="int8").rules(None, 400)["dp.gradient"].start_iteration == 0
-    )
+
+TAGC = DataParallelConfig(compression="tagc", weights="int8")
+
+
+@pytest.mark.parametrize(("iterations", "start"), [(None, 0), (0, 0), (400, 80), (100_000, 1000)])
+def test_a_fifth_of_the_run_but_at_most_1000_iterations_are_uncompressed(iterations, start):
+    assert first_compressed(TAGC, None, iterations) == start
+
+
+@pytest.mark.parametrize("start", [0, 7])
+def test_a_start_that_is_set_counts(start: int) -> None:
+    assert first_compressed(TAGC, start, 400) == start
+
+
+def test_weights_are_compressed_from_the_start() -> None:
+    assert first_compressed(TAGC, None, 400, "dp.weight") == 0
+
+
+def test_a_start_that_is_set_counts_for_weights_too() -> None:
+    assert first_compressed(TAGC, 7, 400, "dp.weight") == 7
+
+
+def test_other_codecs_begin_at_once() -> None:
+    assert first_compressed(DataParallelConfig(compression="int8"), None, 400) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,41 +80,70 @@ def test_impossible_settings(settings: str, message: str) -> None:
         ("decoder.layers.0.mlp.linear_fc1.bias", (4,), set()),
     ],
 )
-def test_layers(name: str, shape: tuple[int, ...], chosen: set[str]) -> None:
-    """Matrices by what their names say; ``all`` takes those too that belong to no kind."""
+def test_layers_are_chosen_by_the_names_of_their_matrices(name, shape, chosen) -> None:
+    """``all`` takes matrices of no kind, too; a bias is never compressed."""
     span = ParameterSpan(name, torch.nn.Parameter(torch.zeros(shape)), 0, 4)
-    for text in ("mlp", "mlp+attention", "all"):
-        assert is_compressed(span, parse_layers(text)) == (text in chosen)
+    for layers in ("mlp", "mlp+attention", "all"):
+        assert is_compressed(span, parse_layers(layers)) == (layers in chosen)
 
 
-def test_a_union_without_room_keeps_the_largest() -> None:
-    """Ranks that choose different values, as of embeddings of different tokens: the small ones wait."""
-    ranks, numel = 4, 40_960
-    topology = SimpleNamespace(world_size=ranks, local=ranks)
-    x = gradients(ranks, numel)
-    for rank in range(ranks):
-        x[rank].view(-1, ranks)[:, [other for other in range(ranks) if other != rank]] = 0.0
-    wires, left = [], torch.zeros(numel)
+RANKS = 4
+NUMEL = 40_960
+
+
+@pytest.fixture(scope="module")
+def summed() -> SimpleNamespace:
+    """The exact and the decoded sum, what memories hold, and the union of what ranks send."""
+    topology = SimpleNamespace(world_size=RANKS, local=RANKS)
+    x = gradients(RANKS, NUMEL)
+    for rank in range(RANKS):
+        is_foreign = torch.arange(RANKS) != rank
+        x[rank].view(-1, RANKS)[:, is_foreign] = 0.0
+    wires = []
+    remembered = torch.zeros(NUMEL)
     for row in x:
-        part = BitmapPart([0], numel, x.device, topology, keep=0.2, bits=16)
+        part = BitmapPart([0], NUMEL, x.device, topology, keep=0.2, bits=16)
         part.add_memory(row[None].clone())
         wires.append(part.encode(None)[0])
-        left += part.memory[0]
+        remembered += part.memory[0]
+    # The last rank adds up; what finds no room stays in its memory.
     before = part.memory[0].clone()
-    wire = part.add_up(torch.stack(wires), 0, 1, ranks)
-    left += part.memory[0] - before
-    total = part.decode(wire[None], 0, ranks)
-    torch.testing.assert_close(total + left, x.sum(0), rtol=0, atol=1e-6)
-    sent = total != 0
-    union = bitmap_sparse.decode_sum(torch.stack(wires), part.layout)
-    assert 0.59 < sent.float().mean() < 0.61 and (union != 0).float().mean() > 0.79
-    waits = union[~sent & (union != 0)].abs()
-    assert waits.max() <= union[sent].abs().min() * 1.01, "not those at the end"
+    wire = part.add_up(torch.stack(wires), 0, 1, RANKS)
+    remembered += part.memory[0] - before
+    return SimpleNamespace(
+        exact=x.sum(0),
+        total=part.decode(wire[None], 0, RANKS),
+        remembered=remembered,
+        union=bitmap_sparse.decode_sum(torch.stack(wires), part.layout),
+    )
+
+
+class TestUnionWithoutRoom:
+    """A sum of four ranks' values that have no index in common, as of embeddings of other tokens.
+
+    Each rank sends a fifth of its values; a sum has room for fewer than their union.
+    """
+
+    def test_nothing_is_lost(self, summed) -> None:
+        """The sum and all memories together are the sum of the gradients."""
+        torch.testing.assert_close(
+            summed.total + summed.remembered, summed.exact, rtol=0, atol=1e-6
+        )
+
+    def test_the_union_has_more_values_than_are_sent(self, summed) -> None:
+        assert 0.59 < (summed.total != 0).float().mean() < 0.61
+        assert (summed.union != 0).float().mean() > 0.79
+
+    def test_the_smallest_values_wait(self, summed) -> None:
+        """A value that waits is at most as large as those that are sent, up to rounding."""
+        is_sent = summed.total != 0
+        waiting = summed.union[~is_sent & (summed.union != 0)].abs()
+        assert waiting.max() <= summed.union[is_sent].abs().min() * 1.01, "those at the end wait"
 
 
 def test_a_sketch_larger_than_the_gradients_is_refused() -> None:
     topology = SimpleNamespace(world_size=16)
     bucket = SimpleNamespace(topology=topology, gradients=torch.zeros(1, dtype=torch.bfloat16))
-    expected = r"^tagc:wire=sketch: sketches of 16 ranks have 21\.\d+ bits a value, a gradient 16; give wire"
-    with pytest.raises(CompressionConfigError, match=expected):
+    message = r"^tagc:wire=sketch: sketches of 16 ranks have 21\.\d+ bits a value, a gradient 16; "
+    with pytest.raises(CompressionConfigError, match=message + "give wire"):
         parse_gradient_compressor("tagc:wire=sketch").sketch(bucket)
