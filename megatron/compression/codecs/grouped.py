@@ -78,6 +78,15 @@ class GroupedCodec(Codec):
         scale: float,
         rows: torch.Tensor,
     ) -> None:
+        """Write the scaled sum into memory: one kernel for all senders of a row.
+
+        Args:
+            payloads: uint8 ``[senders, rows, bytes]``.
+            shape: one row's.
+            dtype: not asked by the kernels: a payload decodes to any dtype.
+            scale: multiplies the sum.
+            rows: ``[rows, n]`` of any dtype, whose rows are contiguous.
+        """
         is_plain_copy = len(payloads) == 1 and scale == 1.0
         # The kernel writes values without gaps; padding between rows would shift all but the
         # first.

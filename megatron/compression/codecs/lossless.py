@@ -66,6 +66,15 @@ class LosslessCodec(Codec):
         scale: float,
         rows: torch.Tensor,
     ) -> None:
+        """Write the scaled sum into memory.
+
+        Args:
+            payloads: uint8 ``[senders, rows, bytes]``.
+            shape: one row's.
+            dtype: the dtype that was encoded, which decides the payload's layout.
+            scale: multiplies the sum.
+            rows: ``[rows, n]`` of any dtype, whose rows are contiguous.
+        """
         layout = self._layout(shape, dtype)
         if len(payloads) == 1 and scale == 1.0 and rows.dtype == dtype:
             lossless.decode(payloads[0], layout, rows)  # a sum may change the payload of a NaN

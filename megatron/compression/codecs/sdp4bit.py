@@ -77,6 +77,15 @@ class Sdp4bitCodec(Codec):
         scale: float,
         rows: torch.Tensor,
     ) -> None:
+        """Write the scaled sum into memory, in one kernel.
+
+        Args:
+            payloads: uint8 ``[senders, rows, bytes]``.
+            shape: one row's; ``rows`` has as many values.
+            dtype: not asked: a payload decodes to any dtype.
+            scale: multiplies the sum.
+            rows: ``[rows, n]`` of any dtype, whose rows are contiguous.
+        """
         sdp4bit.sum_dequantize(payloads, self.format, rows, scale)
 
     def decode_sum_encode(self, payloads: torch.Tensor, shape: Shape, into: Codec) -> torch.Tensor:

@@ -111,6 +111,7 @@ class CodecGradientSync(GradientSync):
         bucket = self.bucket
         flat = bucket.gradients if gradients is None else gradients
         bucket.record_plain()
+        # Two ranks that both keep the sum need one exchange: each sends the other all that it has.
         if self.topology.world_size == 2 and not bucket.sharded:
             return sum_of_two(flat, self.first, bucket.transport(), flat, bucket.scale)
         source = self._source(flat)
@@ -129,6 +130,14 @@ class CodecGradientSync(GradientSync):
         return flat.view(topology.nodes, topology.local, size).transpose(0, 1)
 
     def _start_piece(self, flat: torch.Tensor, source: torch.Tensor, begin: int, end: int) -> Work:
+        """Start to sum one piece over the group, in one hop or in two.
+
+        Args:
+            flat: ``[numel]``, where the sum goes.
+            source: what ``_source`` gives.
+            begin: the piece's first position in a shard.
+            end: the one after its last.
+        """
         values = source[:, :, begin:end]
         if self.topology.two_hops:
             return self._start_two_hops(flat, values, begin, end)

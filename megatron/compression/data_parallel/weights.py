@@ -211,6 +211,7 @@ def copy_masters(optimizer) -> bool:
     compressed = _compressed_now(buckets)
     if not compressed:
         return False
+    # Encode before anything is written: a difference needs the weights that all ranks hold.
     masters = _masters_by_bucket(optimizer, buckets)
     for bucket_id, weights in compressed.items():
         shard_start = weights.topology.rank * weights.shard.numel()
@@ -218,6 +219,7 @@ def copy_masters(optimizer) -> bool:
     _leave_out_overflows([*compressed.values()])  # takes pending payloads back, on all ranks alike
     for weights in compressed.values():
         weights.update_shard()
+    # The other buckets as Megatron does it: cast over the shard, which it gathers.
     for bucket in buckets:
         weights = compressed.get(id(bucket))
         if weights is None or weights.pending is None:

@@ -110,6 +110,8 @@ class WeightGather(AllGatherOfCompression):
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
         if not is_bw():  # in the backward pass as in the forward pass
             self.before(self)
+        # What may leave this gather uncompressed: the policy, an empty module, weights that did
+        # not fit when the ranks were last asked.
         codec, reason = self.run.policy.decide(TRAFFIC, nbytes)
         if codec is not None and not nbytes:
             codec = None

@@ -314,6 +314,8 @@ def _repeating(should_run_forward_backward: Callable) -> Callable:
     # step at a time, whichever session trains.
     results_before: dict[str, Any] | None = None
 
+    # train_step runs "while should_run_forward_backward(...)": it asks before the pass whether to
+    # run it, and after each pass whether to run it again.
     def wrapper(self, data_iterator):
         nonlocal results_before
         session = _session_of()

@@ -166,6 +166,7 @@ class PipelineExchange:
             }
             works = self._send(communicator, tensors, arrivals)
             if wait_on_reqs:
+                # None, as megatron-core says that nothing is left to wait for.
                 works = _complete(communicator, works, arrivals)
             else:
                 for name, arrival in arrivals.items():
@@ -270,6 +271,8 @@ class PipelineExchange:
         else:
             requests = {(name,): request for name, request in requests.items()}
         works: dict[str, Work] = {}
+        # ``names`` are several where NCCL has one request for a batch: then the schedule waits for
+        # all of it, unless payloads are all that is in it.
         for names, request in requests.items():
             work = Work(request)
             # Nobody but the transport reads a payload, so the schedule need not wait for it.

@@ -289,10 +289,26 @@ class SketchPart(Part):
         return wires
 
     def add_up(self, wires: torch.Tensor, owner: int, ranks: int, ranks_after: int) -> torch.Tensor:
+        """Return the wire of a sum: cells are added and bitmaps united, and nothing is decoded.
+
+        Args:
+            wires: uint8 ``[S, bytes]``, what is added up.
+            owner: whose share it is; a sketch does not depend on it.
+            ranks: how many ranks each of the wires is the sum of; sketches of any number have one
+                size.
+            ranks_after: how many the result is the sum of; likewise.
+        """
         cells, words = count_sketch.combine(wires, self.layout)
         return count_sketch.pack(cells, words, self.layout)
 
     def decode(self, wires: torch.Tensor, owner: int, ranks: int) -> torch.Tensor:
+        """Return fp32 ``[numel]``: the sum over all ranks.
+
+        Args:
+            wires: uint8 ``[S, bytes]``, what is added up first.
+            owner: whose share it is; its exponents are those that all ranks agreed on.
+            ranks: how many ranks each of the wires is the sum of; sketches do not depend on it.
+        """
         cells, words = count_sketch.combine(wires, self.layout)
         exponents = self.exponents[self.owners.index(owner)]
         return count_sketch.decode(cells, words, exponents, self.layout, self.senders, SEED).values
@@ -354,4 +370,11 @@ class BitmapPart(Part):
         return wire[0]
 
     def decode(self, wires: torch.Tensor, owner: int, ranks: int) -> torch.Tensor:
+        """Return fp32 ``[numel]``: the sum over all ranks.
+
+        Args:
+            wires: uint8 ``[S, bytes]``, what is decoded and added up.
+            owner: whose share it is; the wires have all that is needed.
+            ranks: how many ranks each of the wires is the sum of: it decides their layout.
+        """
         return bitmap_sparse.decode_sum(wires, self.layouts[ranks])

@@ -111,6 +111,7 @@ class TagcGradientSync(GradientSync):
         """Send every owner its payload."""
         bucket = self.bucket
         topology = bucket.topology
+        # By owner; an owner of exact values alone, or of nothing, has no wire.
         wire_of: dict[int, Tensor] = {}
         for part, agreed in zip(self.parts, metadata, strict=True):
             for owner, wire in zip(part.owners, part.encode(agreed), strict=True):
@@ -166,6 +167,7 @@ class TagcGradientSync(GradientSync):
                 sum_exact_bytes.append(size)
                 position = end
             arrived, work = start_to_owners(sums, sum_exact_bytes, bucket, INTER)
+            # ``sums`` are in the order of nodes, since the owners of one index are.
             node = topology.rank // topology.local
             exact_here = sum_exact_bytes[node]
             return Work(

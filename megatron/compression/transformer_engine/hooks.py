@@ -164,6 +164,8 @@ class TransformerEngineLayers:
         """
         module.site = CommSite(name, module.tp_group, self.run, layer)
         is_row_parallel = module.parallel_mode == "row"
+        # With sequence parallelism a layer gathers or scatters in both passes. Without it a
+        # row-parallel layer's output is summed, and the gradient of a column-parallel one's input.
         if module.sequence_parallel:
             module.traffic = ("tp.forward", "tp.backward")
         elif is_row_parallel:
