@@ -1,6 +1,7 @@
 """Pretrain a GPT-style model: `torchrun pretrain_gpt.py <any Megatron-LM flags>`."""
 
-# Nothing heavy is imported at the top: saving a checkpoint spawns processes that import this file again.
+# Nothing heavy is imported at the top: saving a checkpoint spawns processes that import this file
+# again.
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
-"""Pretrain Qwen2.5 or Qwen3: `torchrun pretrain_qwen.py --qwen-model 2.5-7b <any Megatron-LM flags>`."""
+"""Pretrain Qwen2.5 or Qwen3: `torchrun pretrain_qwen.py --qwen-model 2.5-7b <any Megatron-LM
+flags>`."""
 
-# Nothing heavy is imported at the top: saving a checkpoint spawns processes that import this file again.
+# Nothing heavy is imported at the top: saving a checkpoint spawns processes that import this file
+# again.
 
 import os
 import sys
@@ -18,7 +20,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def main() -> None:
-    """Replace `--qwen-model` by the flags of that model, then train. Bad input ends the run with one line."""
+    """Replace `--qwen-model` by the flags of that model, then train. Bad input ends the run with
+    one line."""
     from megatron.compression.errors import one_line_errors
     from megatron.compression.frontends import megatron_lm
 

@@ -1,4 +1,5 @@
-"""Packages and dependencies. Versions come from megatron/compression/versions.py: each is written once."""
+"""Packages and dependencies. Versions come from megatron/compression/versions.py: each is written
+once."""
 
 import runpy
 from pathlib import Path

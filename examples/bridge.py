@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/bridge.py --tensor 2 --tp int6
     torchrun --nproc-per-node 2 examples/bridge.py --expert 2 --ep int8 --dp sdp4bit
 
-Two lines of it are this project's: the import of ``bridge``, and ``bridge.attach`` among the callbacks of
-``pretrain``. The recipe is Megatron-Bridge's smallest, on mock data. Any other recipe takes the same lines.
+Two lines of it are this project's: the import of ``bridge``, and ``bridge.attach`` among the
+callbacks of ``pretrain``. The recipe is Megatron-Bridge's smallest, on mock data. Any other recipe
+takes the same lines.
 """
 
 import argparse
@@ -34,8 +35,8 @@ def config(
     """
     cfg = vanilla_gpt_pretrain_config()
 
-    # A model that fits any GPU. Its tensor-parallel messages are 8 MiB (1024 tokens x 4 sequences x 1024
-    # channels in bf16); smaller ones go uncompressed, unless bridge.attach is given min_mb.
+    # A model that fits any GPU. Its tensor-parallel messages are 8 MiB (1024 tokens x 4 sequences x
+    # 1024 channels in bf16); smaller ones go uncompressed, unless bridge.attach is given min_mb.
     model = cfg.model
     model.num_layers = 4
     model.hidden_size = 1024

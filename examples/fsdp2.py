@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --gather lossless --reduce int8 --steps 20
 
-One line compresses: ``attach`` after ``fully_shard``. ``summary`` says what was sent. The checkpoint has
-``compression`` in it for ``--reduce tagc``, which leaves gradients over for later steps. Without a GPU the ranks are CPU processes.
+One line compresses: ``attach`` after ``fully_shard``. ``summary`` says what was sent. The
+checkpoint has ``compression`` in it for ``--reduce tagc``, which leaves gradients over for later
+steps. Without a GPU the ranks are CPU processes.
 """
 
 import argparse
@@ -70,7 +71,8 @@ class Transformer(nn.Module):
         self.output_layer = nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of tokens ``[samples, sequence + 1]``: each is predicted from those before."""
+        """Return the mean loss of tokens ``[samples, sequence + 1]``: each is predicted from those
+        before."""
         inputs = tokens[:, :-1]
         labels = tokens[:, 1:]
         x = self.embedding(inputs) + self.position_embedding.weight[: inputs.shape[1]]
@@ -114,13 +116,14 @@ def checkpoint_state(
     compression: Fsdp2Compression,
     steps_done: torch.Tensor,
 ) -> dict:
-    """Return what a checkpoint holds, in the form that torch.distributed.checkpoint reads and writes.
+    """Return what a checkpoint holds, in the form that torch.distributed.checkpoint reads and
+    writes.
 
     Args:
         model: the model under FSDP2.
         optimizer: its optimizer.
-        compression: what ``attach`` has returned. It adds nothing to a checkpoint, except under tagc:
-            the gradients that a rank has left over.
+        compression: what ``attach`` has returned. It adds nothing to a checkpoint, except under
+            tagc: the gradients that a rank has left over.
         steps_done: number of steps, a tensor without dimensions; loading overwrites it.
     """
     weights, moments = get_state_dict(model, optimizer)
@@ -141,8 +144,8 @@ def load_checkpoint(
 ) -> None:
     """Load what ``checkpoint_state`` describes.
 
-    Weights and optimizer are resharded where the number of ranks has changed. What tagc has left over
-    belongs to a rank, so it needs as many ranks as before.
+    Weights and optimizer are resharded where the number of ranks has changed. What tagc has left
+    over belongs to a rank, so it needs as many ranks as before.
 
     Args:
         folder: the checkpoint.

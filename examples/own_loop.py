@@ -1,10 +1,11 @@
-"""A whole training loop over megatron-core, without megatron.training, with compressed communication.
+"""A whole training loop over megatron-core, without megatron.training, with compressed
+communication.
 
     torchrun --nproc-per-node 4 examples/own_loop.py --tensor 2 --iterations 20
 
-Compression takes five lines, which comments number: ``attach``, ``attach_wrapped``, ``step``, its state in
-the checkpoint, and ``summary``. The rest is what any loop over megatron-core does. Without a GPU the ranks
-are CPU processes.
+Compression takes five lines, which comments number: ``attach``, ``attach_wrapped``, ``step``, its
+state in the checkpoint, and ``summary``. The rest is what any loop over megatron-core does. Without
+a GPU the ranks are CPU processes.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import torch
 
 from megatron import host
 
-# Without a GPU this puts stand-ins for torch.cuda in place. It comes before megatron-core is imported.
+# Without a GPU this puts stand-ins for torch.cuda in place. It comes before megatron-core is
+# imported.
 host.install(training=False)
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
@@ -111,10 +113,11 @@ class Loop:
     def batches(self, iteration: int) -> Iterator[torch.Tensor]:
         """Yield the micro-batches of an iteration: tokens [samples, sequence + 1].
 
-        Each token is the one before it plus 3, modulo the vocabulary. So there is something to learn,
-        and the loss falls. Only the first token of a sequence is random.
+        Each token is the one before it plus 3, modulo the vocabulary. So there is something to
+        learn, and the loss falls. Only the first token of a sequence is random.
         """
-        # Ranks of one data-parallel rank need the same tokens, other ranks and iterations different ones.
+        # Ranks of one data-parallel rank need the same tokens, other ranks and iterations different
+        # ones.
         ranks = parallel_state.get_data_parallel_world_size()
         seed = iteration * ranks + parallel_state.get_data_parallel_rank()
         generator = torch.Generator().manual_seed(seed)
@@ -127,7 +130,8 @@ class Loop:
         """Run one micro-batch forward, as megatron-core's schedules call it.
 
         Returns:
-            The model's output, and a function that turns it into the loss and a dict of values to report.
+            The model's output, and a function that turns it into the loss and a dict of values to
+            report.
         """
         tokens = next(batches)
         positions = torch.arange(SEQUENCE, device=tokens.device).expand(SAMPLES, -1)

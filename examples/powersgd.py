@@ -2,19 +2,20 @@
 
     torchrun ... pretrain_gpt.py ... --dp-compression examples.powersgd:PowerSGD:rank=4
 
-A matrix of gradients M [m, n] is sent as P [m, rank] and Q [n, rank], whose product P Q^T is close to it.
-Each training iteration does one step of the power iteration, from the Q of the iteration before (algorithm 1
-of the paper). "sum" is over the data-parallel ranks:
+A matrix of gradients M [m, n] is sent as P [m, rank] and Q [n, rank], whose product P Q^T is close
+to it. Each training iteration does one step of the power iteration, from the Q of the iteration
+before (algorithm 1 of the paper). "sum" is over the data-parallel ranks:
 
     P = sum of M Q,   made orthonormal         the first all-reduce
     Q = sum of M^T P                           the second all-reduce
     sum of M is replaced by P Q^T
 
-A rank's own P Q^T misses a part of its M. The rank keeps that part (its memory, in fp32) and adds it to its
-next M. Vectors, and matrices that would not get smaller, go uncompressed.
+A rank's own P Q^T misses a part of its M. The rank keeps that part (its memory, in fp32) and adds
+it to its next M. Vectors, and matrices that would not get smaller, go uncompressed.
 
-A compressor takes two classes. The settings are a frozen dataclass, whose ``build`` makes an object for each
-bucket of gradients. That object's ``start`` begins to sum the bucket, and returns a ``Work`` to wait for.
+A compressor takes two classes. The settings are a frozen dataclass, whose ``build`` makes an object
+for each bucket of gradients. That object's ``start`` begins to sum the bucket, and returns a
+``Work`` to wait for.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class PowerSGD(GradientCompressor):
             raise ValueError(f"rank={self.rank} must be a number >= 1")
 
     def build(self, bucket: GradientBucket) -> GradientSync:
-        """Return what sums this bucket. Called on every rank, for the same buckets in the same order."""
+        """Return what sums this bucket. Called on every rank, for the same buckets in the same
+        order."""
         return PowerSGDSync(bucket, self.rank)
 
     def describe(self) -> str:
@@ -66,7 +68,8 @@ class PowerSGDSync(GradientSync):
         self.vectors = []
         """Spans of those that are not."""
         self.rights = []
-        """Q [n, rank] of each matrix. A generator with one seed makes them the same on all ranks."""
+        """Q [n, rank] of each matrix. A generator with one seed makes them the same on all ranks.
+        """
         generator = torch.Generator().manual_seed(rank)
         for span in bucket.spans:
             # A parameter of more than two dimensions counts as a matrix of its first one.
@@ -122,8 +125,9 @@ class PowerSGDSync(GradientSync):
                 product = bases[index] @ right_sums[index].T
                 gradients[span.start : span.end] = product.view(-1) * bucket.scale
                 sent[span.start : span.end] = (bases[index] @ rights[index].T).view(-1)
-            # A NaN or infinity of any rank shows in the sum, so that the optimizer skips the step. It must
-            # not stay: the memory keeps its last finite values, and the next step begins with the last Q.
+            # A NaN or infinity of any rank shows in the sum, so that the optimizer skips the step.
+            # It must not stay: the memory keeps its last finite values, and the next step begins
+            # with the last Q.
             missed = total - sent
             self.memory = torch.where(missed.isfinite(), missed, self.memory)
             for index, right_sum in enumerate(right_sums):
@@ -146,7 +150,8 @@ class PowerSGDSync(GradientSync):
 
 
 def join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return the parts end to end, flat; an empty tensor of the type of ``like`` where there is none."""
+    """Return the parts end to end, flat; an empty tensor of the type of ``like`` where there is
+    none."""
     if not parts:
         return like.new_empty(0)
     return torch.cat([part.reshape(-1) for part in parts])

@@ -41,7 +41,8 @@ def _ignore_arguments(self: object, *args: object, **kwargs: object) -> None:
 
 
 def _member(name: str) -> type:
-    """Return what a stand-in module has under a name: a layer of torch's, or a class with any attribute."""
+    """Return what a stand-in module has under a name: a layer of torch's, or a class with any
+    attribute."""
     import torch
 
     # Python looks for names such as __file__, which are not there.
@@ -75,7 +76,8 @@ class _Loader:
 
 
 def name_version() -> None:
-    """Let megatron-core accept an older nvidia_resiliency_ext. Call it before megatron-core is imported.
+    """Let megatron-core accept an older nvidia_resiliency_ext. Call it before megatron-core is
+    imported.
 
     megatron-core demands 0.6.0 for its asynchronous saving. 0.4.1 has what Megatron-Bridge imports.
     """
@@ -84,7 +86,8 @@ def name_version() -> None:
 
 
 def stand_in() -> bool:
-    """Let ``megatron.bridge`` be imported on this machine. Returns whether the package is installed."""
+    """Let ``megatron.bridge`` be imported on this machine. Returns whether the package is
+    installed."""
     if importlib.util.find_spec("megatron.bridge") is None:
         return False
     # A module that is None in sys.modules was hidden, so that an import of it fails.

@@ -1,7 +1,8 @@
-"""Real text without a download: the Python sources on this machine, and a tokenizer trained on them.
+"""Real text without a download: the Python sources on this machine, and a tokenizer trained on
+them.
 
-A hash of a file's relative path decides its split (train, valid or test). So one version of Python gives
-one corpus on every machine. The scripts beside this file import it.
+A hash of a file's relative path decides its split (train, valid or test). So one version of Python
+gives one corpus on every machine. The scripts beside this file import it.
 
 A folder that ``prepare`` has filled holds
 
@@ -65,12 +66,13 @@ class Request:
 class Manifest:
     """The file that says what a folder was made for, and which of its files are whole.
 
-    A file counts as whole only after ``add`` has recorded its hash. What a killed run has left behind is
-    therefore made again.
+    A file counts as whole only after ``add`` has recorded its hash. What a killed run has left
+    behind is therefore made again.
 
     Args:
         directory: the folder of the corpus.
-        request: what this run asks for. If the folder was made for something else, nothing in it counts.
+        request: what this run asks for. If the folder was made for something else, nothing in it
+        counts.
     """
 
     def __init__(self, directory: Path, request: Request) -> None:
@@ -141,7 +143,8 @@ def write_whole(path: Path, content: bytes) -> None:
 def prepare(
     directory: Path, source: str, max_mb: float, vocabulary: int, splits: Sequence[str] = SPLITS
 ) -> dict[str, str]:
-    """Make a corpus, its tokenizer and its indexed datasets, as far as the folder does not hold them.
+    """Make a corpus, its tokenizer and its indexed datasets, as far as the folder does not hold
+    them.
 
     Runs that start at the same time make them once: the others wait for the first.
 
@@ -158,7 +161,8 @@ def prepare(
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Each step reads what the step before has written, so a step that runs makes the later ones run.
+        # Each step reads what the step before has written, so a step that runs makes the later ones
+        # run.
         manifest = Manifest(directory, Request(source, max_mb, vocabulary))
         if not manifest.holds(TEXTS):
             manifest.keep_only([])
@@ -247,7 +251,8 @@ def write_corpus(
     skipped = SKIPPED
     if source == "stdlib":
         skipped = SKIPPED | STDLIB_SKIPPED
-    # A file whose fraction is below the first edge is for training, below the second for validation.
+    # A file whose fraction is below the first edge is for training, below the second for
+    # validation.
     train_edge = weights[0] / sum(weights)
     valid_edge = (weights[0] + weights[1]) / sum(weights)
     lines: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -273,8 +278,8 @@ def write_corpus(
 def write_tokenizer(path: Path, text: Path, vocabulary: int, max_mb: float = 8.0) -> None:
     """Train a SentencePiece BPE model that reproduces source code to the character.
 
-    It does not normalise, adds no leading space, keeps white space, and spells unknown characters in
-    bytes. The same text gives the same model, to the byte.
+    It does not normalise, adds no leading space, keeps white space, and spells unknown characters
+    in bytes. The same text gives the same model, to the byte.
 
     Args:
         path: the model to write.

@@ -1,4 +1,5 @@
-"""What the scripts share: how a setting is written on the command line, and how a run's ranks are started.
+"""What the scripts share: how a setting is written on the command line, and how a run's ranks are
+started.
 
 The scripts beside this file import it: Python looks into a script's own folder first.
 """
@@ -55,8 +56,8 @@ class BenchSetting:
         if self.specs != ("none",):
             words += [PARALLELISMS[f"{dimension}_parallel"].flag, *self.specs]
         words += [word for word in self.flags if not word.startswith(VARIABLES)]
-        # Tensor parallelism leaves messages below 8 MiB alone by default. A benchmark compares codecs, so
-        # every message is compressed, however tensor parallelism is asked for.
+        # Tensor parallelism leaves messages below 8 MiB alone by default. A benchmark compares
+        # codecs, so every message is compressed, however tensor parallelism is asked for.
         asks_for_tensor = {"--taco", "taco-paper", "--tp-compression"}.intersection(words)
         if asks_for_tensor and "--compression-min-mb" not in words:
             words += ["--compression-min-mb", "0"]
@@ -64,7 +65,8 @@ class BenchSetting:
 
 
 def parse_setting(text: str) -> BenchSetting:
-    """Read a setting such as ``int4 int6 --validate-uncompressed``. The run itself refuses unknown codecs.
+    """Read a setting such as ``int4 int6 --validate-uncompressed``. The run itself refuses unknown
+    codecs.
 
     Raises:
         ArgumentTypeError: no codec, or more than two.
@@ -152,8 +154,8 @@ def torchrun(
         words: its command line.
         show: called with each line of output. A number that it returns is a new limit from then on.
         limit: seconds, after which the ranks are ended.
-        rate: of the link between two nodes that two_nodes.sh makes of this host, such as 10gbit. Each node
-            has half of the ranks. Empty: all ranks are on one node.
+        rate: of the link between two nodes that two_nodes.sh makes of this host, such as 10gbit.
+            Each node has half of the ranks. Empty: all ranks are on one node.
         environment: variables to set.
 
     Raises:

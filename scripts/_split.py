@@ -1,8 +1,9 @@
 """Split uncompressed collectives over several communicators, as compressed payloads are.
 
-One communicator does not fill a TCP link, so payloads may travel over several. A benchmark that compares them
-with an uncompressed side gives that side as many. For this, torch.distributed's functions (and the names that
-megatron-core has for them) split a large tensor into parts, one on each communicator.
+One communicator does not fill a TCP link, so payloads may travel over several. A benchmark that
+compares them with an uncompressed side gives that side as many. For this, torch.distributed's
+functions (and the names that megatron-core has for them) split a large tensor into parts, one on
+each communicator.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -141,7 +142,8 @@ def _start_parts(
         groups: a communicator for each part.
         async_op: whether to return the work, instead of waiting for it.
     """
-    # All copies of inputs are made before anything starts: an output may lie in the memory of an input.
+    # All copies of inputs are made before anything starts: an output may lie in the memory of an
+    # input.
     inputs = [part.contiguous() for part in inputs]
     buffers = []
     for output in outputs:
@@ -253,8 +255,8 @@ def split_all_to_all(
 ) -> Handle:
     """Send each rank its rows, by parts of what goes to it.
 
-    Where ranks get different numbers of rows, the rows are split. Such a message is split whatever its size:
-    the ranks do not know the size of each other's.
+    Where ranks get different numbers of rows, the rows are split. Such a message is split whatever
+    its size: the ranks do not know the size of each other's.
 
     Args:
         original: torch's function.

@@ -2,18 +2,21 @@
 
     python scripts/bench_end_to_end.py --tensor-parallel 4 --json end_to_end.json
     python scripts/bench_end_to_end.py --shape 1.3b --tensor-parallel 2 --pipeline-parallel 2 \\
-        --data-parallel 2 --codecs none "none --compression taco-paper" "none --compression auto" none
+        --data-parallel 2 --codecs none "none --compression taco-paper" "none --compression auto"
+        none
     python scripts/bench_end_to_end.py --shape qwen3-30b-a3b --expert-parallel 2 --communicators 2
-    python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes ethernet \\
+    python scripts/bench_end_to_end.py --shape 1.3b --data-parallel 4 --micro-batches 1 --regimes
+        ethernet \\
         --codecs none "sdp4bit MEGATRON_COMPRESSION_NODE_SIZE=1" tagc
 
-A row is printed, and written to --json, as soon as it is measured; a table follows. Flags that are not this
-script's go to pretrain_gpt.py, such as --num-layers. A CAAT-Net is another model: compare its times, not its
-losses.
+A row is printed, and written to --json, as soon as it is measured; a table follows. Flags that are
+not this script's go to pretrain_gpt.py, such as --num-layers. A CAAT-Net is another model: compare
+its times, not its losses.
 
-Settings that differ only in their codecs share a run where that is possible, a block of iterations each.
-Both sides of a comparison use as many communicators: the uncompressed collectives are split as the payloads
-are (_split.py). "none --compression auto" first decides, in a run of its own, and is then timed.
+Settings that differ only in their codecs share a run where that is possible, a block of iterations
+each. Both sides of a comparison use as many communicators: the uncompressed collectives are split
+as the payloads are (_split.py). "none --compression auto" first decides, in a run of its own, and
+is then timed.
 """
 
 import argparse
@@ -145,7 +148,8 @@ SHAPES_HELP = (
     "with --expert-parallel qwen3-30b-a3b)"
 )
 LAYOUT = ("tensor", "context", "pipeline", "data")
-"""Dimensions that can be combined. The first one with several ranks is the one that --codecs is for."""
+"""Dimensions that can be combined. The first one with several ranks is the one that --codecs is
+for."""
 DEFAULT_SETTINGS = {
     "tensor": ["none", "taco", "int8", "int6", "none"],
     "expert": ["none", "int8", "int6", "none"],
@@ -156,7 +160,8 @@ DEFAULT_SETTINGS = {
 """What is measured without --codecs, by dimension."""
 
 
-# The command line ---------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -237,9 +242,9 @@ def build_parser() -> argparse.ArgumentParser:
 def parse(words: list[str] | None = None) -> Namespace:
     """Return the command line, completed.
 
-    Besides the flags it has ``extra`` (words for pretrain_gpt.py), ``dimension`` (the one that --codecs is
-    for), ``ranks`` (of all dimensions together), ``flags`` (of every run), and ``traffic`` (the classes of
-    traffic in the table).
+    Besides the flags it has ``extra`` (words for pretrain_gpt.py), ``dimension`` (the one that
+    --codecs is for), ``ranks`` (of all dimensions together), ``flags`` (of every run), and
+    ``traffic`` (the classes of traffic in the table).
     """
     parser = build_parser()
     options, options.extra = parser.parse_known_args(words)
@@ -405,7 +410,8 @@ def untimed(graphs: str) -> int:
     return WARM_UP + 1  # the capture
 
 
-# Measuring ----------------------------------------------------------------------------------------------
+# Measuring
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -487,7 +493,8 @@ def run(options: Namespace) -> None:
 
 
 def measure(options: Namespace, regime: str, graphs: str, keep: Callable[[BenchRow], None]) -> None:
-    """Measure all settings over one regime with one kind of graphs. A setting that fails costs its row only.
+    """Measure all settings over one regime with one kind of graphs. A setting that fails costs its
+    row only.
 
     Args:
         options: the command line.
@@ -499,8 +506,9 @@ def measure(options: Namespace, regime: str, graphs: str, keep: Callable[[BenchR
     while batches:
         batch = batches.pop(0)
         finished = BatchRun(options, regime, graphs, batch, keep).run()
-        # Settings after the one that failed run again, each by itself. If none finished, the failure may
-        # be of the batch, such as an unknown codec anywhere in it: then all of them run again.
+        # Settings after the one that failed run again, each by itself. If none finished, the
+        # failure may be of the batch, such as an unknown codec anywhere in it: then all of them run
+        # again.
         culprit_is_known = finished > 0 or len(batch) == 1
         retry_from = finished + 1 if culprit_is_known else 0
         batches = [[setting] for setting in batch[retry_from:]] + batches
@@ -516,7 +524,8 @@ def batches_of(
         settings: in the order of the command line.
         graphs: the kind of CUDA graphs.
     """
-    # Gradients and weights keep their codec for a whole run, and per-layer graphs what they have captured.
+    # Gradients and weights keep their codec for a whole run, and per-layer graphs what they have
+    # captured.
     if dimension == "data" or graphs == "local":
         return [[setting] for setting in settings]
     return [list(batch) for _, batch in groupby(settings, lambda setting: setting.flags)]
@@ -524,7 +533,8 @@ def batches_of(
 
 def iterations_of_check(options: Namespace, graphs: str) -> int:
     """Return the most iterations that --compression auto takes to check its choice."""
-    # Four iterations, then rounds. A round measures a block uncompressed, and one for each dimension.
+    # Four iterations, then rounds. A round measures a block uncompressed, and one for each
+    # dimension.
     rounds = 1
     block = 4 + untimed(graphs)
     if graphs == "none":
@@ -578,8 +588,8 @@ class BatchRun:
         if graphs == "full_iteration" and "--overlap-param-gather" in self.flags:
             # Compressed weights are gathered outside of the graph.
             self.flags.remove("--overlap-param-gather")
-        # The run is started with one of its settings, and changes to each block's. A lossless codec comes
-        # first: whether training steps may be repeated is decided when the run starts.
+        # The run is started with one of its settings, and changes to each block's. A lossless codec
+        # comes first: whether training steps may be repeated is decided when the run starts.
         self.first = max(
             batch, key=lambda setting: ("lossless" in setting.text, setting.specs != ("none",))
         )
@@ -648,7 +658,8 @@ class BatchRun:
         """Return the row of the block that has just ended."""
         options = self.options
         setting = self.batch[self.finished]
-        # The reporter writes a line for each iteration, before the ranks print that the block has ended.
+        # The reporter writes a line for each iteration, before the ranks print that the block has
+        # ended.
         lines = (self.report / "history.jsonl").read_text().splitlines()
         first = self.before + self.finished * options.iterations
         timed = lines[first + untimed(self.graphs) : first + options.iterations]
@@ -697,8 +708,8 @@ def table(rows: list[BenchRow], traffic: tuple[str, ...], baseline: str) -> str:
     Args:
         rows: what was measured.
         traffic: classes of traffic, a column each.
-        baseline: the setting that speed-ups are against, with the same regime and graphs. Where it has no
-            row, there is no speed-up. The range compares the extremes of both.
+        baseline: the setting that speed-ups are against, with the same regime and graphs. Where it
+            has no row, there is no speed-up. The range compares the extremes of both.
     """
     if not rows:
         return "No rows."
@@ -720,7 +731,8 @@ def table(rows: list[BenchRow], traffic: tuple[str, ...], baseline: str) -> str:
     return f"{text}\nCommunicators of every message: {rows[0].communicators}."
 
 
-# The ranks ----------------------------------------------------------------------------------------------
+# The ranks
+# ----------------------------------------------------------------------------------------------
 
 
 class BlockRules(dict):
@@ -750,7 +762,8 @@ class BlockRules(dict):
 
 
 def end_block() -> None:
-    """Print the block's peak memory over all ranks, and begin the next block without a captured graph."""
+    """Print the block's peak memory over all ranks, and begin the next block without a captured
+    graph."""
     import torch
     import torch.distributed as dist
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
@@ -823,8 +836,8 @@ def worker() -> None:
                 split_uncompressed(order.communicators)
                 return chunks
 
-            # The collectives are replaced now, before anything imports them by name. The groups are known
-            # only when the model is built.
+            # The collectives are replaced now, before anything imports them by name. The groups are
+            # known only when the model is built.
             _split.install()
             # First of the hooks: --compression auto times messages in a later one.
             model_config.pre_wrap_hooks.insert(0, before_building)

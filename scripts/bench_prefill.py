@@ -1,13 +1,13 @@
 """Measure the time to the first token: a forward pass over a prompt, with and without compression.
 
     python scripts/bench_prefill.py --json prefill.json
-    python scripts/bench_prefill.py --shape qwen2.5-7b --regimes pcie --tokens 1024 4096 --codecs none int6
-    python scripts/bench_prefill.py --codecs none "none --caat-net-sync-fraction 0.5"
+    python scripts/bench_prefill.py --shape qwen2.5-7b --regimes pcie --tokens 1024 4096 --codecs
+    none int6 python scripts/bench_prefill.py --codecs none "none --caat-net-sync-fraction 0.5"
 
-Shapes, settings and regimes are those of bench_end_to_end.py. One prompt of each length goes through the
-whole model, without gradients; the output layer computes the last position alone. Each setting is timed eager
-and, on GPUs, as one CUDA graph. A CAAT-Net is another model, and so a run of its own: compare its times only.
-Flags that are not this script's go to pretrain_gpt.py.
+Shapes, settings and regimes are those of bench_end_to_end.py. One prompt of each length goes
+through the whole model, without gradients; the output layer computes the last position alone. Each
+setting is timed eager and, on GPUs, as one CUDA graph. A CAAT-Net is another model, and so a run of
+its own: compare its times only. Flags that are not this script's go to pretrain_gpt.py.
 """
 
 import argparse
@@ -174,7 +174,8 @@ def run_batch(
 
 
 def table(rows: list[dict], baseline: str) -> str:
-    """Return a markdown table; speed-ups are against a setting of the same regime, length and graphs."""
+    """Return a markdown table; speed-ups are against a setting of the same regime, length and
+    graphs."""
     header = ["regime", "tokens", "graphs", "codec", "ms (least - most)", "host ms", "speed-up"]
     lines = [[*header, "MB sent", "of uncompressed"]]
     for row in sorted(rows, key=lambda row: (row["regime"], row["tokens"], row["graphs"])):
@@ -200,7 +201,8 @@ def table(rows: list[dict], baseline: str) -> str:
     return "\n".join(markdown(*lines))
 
 
-# The ranks ----------------------------------------------------------------------------------------------
+# The ranks
+# ----------------------------------------------------------------------------------------------
 
 
 def worker() -> None:
@@ -284,7 +286,8 @@ class Prompts:
         hook.remove()
 
     def _time_calls(self, call: Callable, setting: int, tokens: int, graphs: str) -> None:
-        """Time a call several times; the ranks begin together. The first rank prints the ``Timing``."""
+        """Time a call several times; the ranks begin together. The first rank prints the
+        ``Timing``."""
         import torch
         import torch.distributed as dist
 

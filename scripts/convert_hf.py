@@ -1,4 +1,5 @@
-"""Convert Qwen2.5, Qwen3 and Llama 3 weights between Hugging Face and Megatron, in one process on CPUs.
+"""Convert Qwen2.5, Qwen3 and Llama 3 weights between Hugging Face and Megatron, in one process on
+CPUs.
 
     python scripts/convert_hf.py import --hf-dir Qwen2.5-7B --save checkpoints/qwen
     python scripts/convert_hf.py export --load checkpoints/qwen --hf-dir trained --like Qwen2.5-7B
@@ -9,9 +10,9 @@ pipeline-parallel size. Training starts from it at iteration 0:
     torchrun pretrain_qwen.py --qwen-model Qwen2.5-7B --load checkpoints/qwen ...
     examples/gpt/train_llama3_8b.sh --load checkpoints/llama
 
-An export takes the newest iteration of a torch_dist checkpoint, whatever its sizes. --like is the folder of
-the Hugging Face model that it was trained from: its config.json describes the model, and its other files
-(the tokenizer's) are copied. Host memory holds the whole model.
+An export takes the newest iteration of a torch_dist checkpoint, whatever its sizes. --like is the
+folder of the Hugging Face model that it was trained from: its config.json describes the model, and
+its other files (the tokenizer's) are copied. Host memory holds the whole model.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python scripts/count_recipes.py
 
-It prints a markdown table. It needs megatron-bridge where Python finds it (the extra `bridge`), and neither a
-GPU nor Transformer Engine nor a network. Each recipe of the package is called, completed as its `pretrain`
-does, and given to the checks of `megatron.compression.bridge`. A model that a recipe reads from Hugging Face
-is replaced by one of neutral sizes; its name says whether attention is latent. What layers refuse when they
-are built is not seen.
+It prints a markdown table. It needs megatron-bridge where Python finds it (the extra `bridge`), and
+neither a GPU nor Transformer Engine nor a network. Each recipe of the package is called, completed
+as its `pretrain` does, and given to the checks of `megatron.compression.bridge`. A model that a
+recipe reads from Hugging Face is replaced by one of neutral sizes; its name says whether attention
+is latent. What layers refuse when they are built is not seen.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ WITH_LATENT_ATTENTION = re.compile(
 
 
 def neutral_model(name: Any, *_: object, **__: object) -> mock.Mock:
-    """Stand in for ``AutoBridge.from_hf_pretrained``: a model with experts whose sizes fit every codec."""
+    """Stand in for ``AutoBridge.from_hf_pretrained``: a model with experts whose sizes fit every
+    codec."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.models.mla_provider import MLAModelProvider
 
@@ -62,7 +63,8 @@ def neutral_model(name: Any, *_: object, **__: object) -> mock.Mock:
 
 
 def recipes(package: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and container of each recipe of a package; the error of one that cannot be made here."""
+    """Yield the name and container of each recipe of a package; the error of one that cannot be
+    made here."""
     base = importlib.import_module(f"megatron.bridge.{package}")
     for module in pkgutil.walk_packages(base.__path__, f"{base.__name__}."):
         members = vars(importlib.import_module(module.name))
@@ -77,7 +79,8 @@ def recipes(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def completed(cfg: Any) -> Any:
-    """Complete a container as ``pretrain`` does before it builds the model, as far as our checks read it."""
+    """Complete a container as ``pretrain`` does before it builds the model, as far as our checks
+    read it."""
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     if isinstance(cfg.mixed_precision, str):
@@ -95,7 +98,8 @@ def completed(cfg: Any) -> Any:
 
 
 def refusal(cfg: Any, dimension: str) -> str | None:
-    """Return the container's field for which a codec of this dimension is refused; None: the run starts."""
+    """Return the container's field for which a codec of this dimension is refused; None: the run
+    starts."""
     from megatron.compression.errors import CompressionConfigError
     from megatron.compression.frontends import bridge
 

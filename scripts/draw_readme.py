@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Draw the README's picture, docs/results/speedup.png, from the measurements in docs/results/today.csv.
+"""Draw the README's picture, docs/results/speedup.png, from the measurements in
+docs/results/today.csv.
 
     python scripts/draw_readme.py
     python scripts/draw_readme.py --add rows.json --machine "2 x H100"
 
---add takes what bench_end_to_end.py and bench_prefill.py have written with --json. Each setting is compared
-with the uncompressed rows of its own run, and stored with the day and the commit. It replaces an older row
-of the same link, layout, mode, model, batch and codec.
+--add takes what bench_end_to_end.py and bench_prefill.py have written with --json. Each setting is
+compared with the uncompressed rows of its own run, and stored with the day and the commit. It
+replaces an older row of the same link, layout, mode, model, batch and codec.
 
-Where README.md or docs/choosing.md has the two comments of ``BLOCK``, the picture's numbers are written
-between them as a table.
+Where README.md or docs/choosing.md has the two comments of ``BLOCK``, the picture's numbers are
+written between them as a table.
 """
 
 import argparse
@@ -59,11 +60,13 @@ class Bar:
     links: tuple[str, ...]
     layout: str
     codecs: tuple[str, ...]
-    """As in the file. Benchmarks that were told the codec of a recipe have it in place of the recipe."""
+    """As in the file. Benchmarks that were told the codec of a recipe have it in place of the
+    recipe."""
     color: str
 
     def speeds(self, rows: list[dict]) -> list[float]:
-        """Return the speed-ups of the file's rows in this situation, slowest first; prompts are left out."""
+        """Return the speed-ups of the file's rows in this situation, slowest first; prompts are
+        left out."""
         speeds = []
         for row in rows:
             is_training = "prefill" not in row["mode"]
@@ -131,7 +134,8 @@ CAPTION = (
 )
 
 
-# From a benchmark's rows to the file's --------------------------------------------------------------------
+# From a benchmark's rows to the file's
+# --------------------------------------------------------------------
 
 
 def layout_of(row: dict) -> str:
@@ -196,7 +200,8 @@ def run_of(row: dict) -> tuple[str, ...]:
 
 
 def measured(rows: list[dict], **stamp: str) -> list[dict]:
-    """Return a benchmark's rows as the file's: each compressed one against the mean of the uncompressed ones.
+    """Return a benchmark's rows as the file's: each compressed one against the mean of the
+    uncompressed ones.
 
     Args:
         rows: what the benchmark has written. Those without an uncompressed row are left out.
@@ -237,7 +242,8 @@ def merged(rows: list[dict]) -> list[dict]:
     for row in latest.values():
         none, none_least, none_most, ms, least, most = (float(row[name]) for name in TIMES)
         row["speed"] = f"{none / ms:.2f}"
-        # The worst and the best case: the slowest iteration of one side against the fastest of the other.
+        # The worst and the best case: the slowest iteration of one side against the fastest of the
+        # other.
         row["low"] = f"{none_least / most:.2f}"
         row["high"] = f"{none_most / least:.2f}"
 
@@ -275,7 +281,8 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-# From the file to the pages -------------------------------------------------------------------------------
+# From the file to the pages
+# -------------------------------------------------------------------------------
 
 
 def figures(rows: list[dict]) -> str:

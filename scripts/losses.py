@@ -1,19 +1,20 @@
 #!/usr/bin/env python
-"""Compare validation losses on real text: the same tokens, first weights and order for every setting.
+"""Compare validation losses on real text: the same tokens, first weights and order for every
+setting.
 
-    python scripts/losses.py --data-parallel 4 --codecs none sdp4bit "none --grad-reduce-in-bf16" --seeds 1 2
-    python scripts/losses.py --pipeline-parallel 4 --codecs none pipeline-6bit tah-quant
+    python scripts/losses.py --data-parallel 4 --codecs none sdp4bit "none --grad-reduce-in-bf16"
+    --seeds 1 2 python scripts/losses.py --pipeline-parallel 4 --codecs none pipeline-6bit tah-quant
     python scripts/losses.py --tensor-parallel 4 --model 111m --codecs none int6 \\
         "none --caat-net-sync-fraction 0.5" "int6 --caat-net-sync-fraction 0.5"
     python scripts/losses.py --expert-parallel 2 --codecs none int8 int6
 
-Each run is `torchrun pretrain_gpt.py`. Its text are the sources of the installed Python packages (--model
-tiny: Python's own). It is validated, and in the end tested, on files that it has not seen. The table compares
-each setting with the first one of the same seed. One more run of the first setting with another seed shows
-how much a seed alone changes.
+Each run is `torchrun pretrain_gpt.py`. Its text are the sources of the installed Python packages
+(--model tiny: Python's own). It is validated, and in the end tested, on files that it has not seen.
+The table compares each setting with the first one of the same seed. One more run of the first
+setting with another seed shows how much a seed alone changes.
 
-results.json remembers every run under all that decides it, so a script that is started again trains only
-what is missing. Flags that are not this script's go to Megatron.
+results.json remembers every run under all that decides it, so a script that is started again trains
+only what is missing. Flags that are not this script's go to Megatron.
 """
 
 import argparse
@@ -169,7 +170,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_codecs(setting: BenchSetting, dimension: str) -> None:
-    """End the script with one line where a codec of a setting is unknown, before anything is trained."""
+    """End the script with one line where a codec of a setting is unknown, before anything is
+    trained."""
     parallelism = PARALLELISMS[f"{dimension}_parallel"]
     config = getattr(CompressionConfig(), parallelism.name)
     # A setting of one codec leaves the second one to the config.
@@ -178,7 +180,8 @@ def check_codecs(setting: BenchSetting, dimension: str) -> None:
         replace(config, **fields)
 
 
-# Which runs there are -------------------------------------------------------------------------------------
+# Which runs there are
+# -------------------------------------------------------------------------------------
 
 
 def plan(settings: list[str], seeds: list[int], noise_seed: int) -> list[tuple[str, int]]:
@@ -229,10 +232,12 @@ def read_results(path: Path) -> list[dict]:
 def train_missing(
     runs: list[dict], train: Callable[[dict], dict], output: Path, time_limit: float = math.inf
 ) -> list[dict]:
-    """Train what ``results.json`` does not hold yet, one run after the other, and write ``results.md``.
+    """Train what ``results.json`` does not hold yet, one run after the other, and write
+    ``results.md``.
 
     Args:
-        runs: what decides each run, with its "setting" and "seed". The first one's setting is the baseline.
+        runs: what decides each run, with its "setting" and "seed". The first one's setting is the
+            baseline.
         train: trains a run and returns its figures.
         output: folder of results.json and results.md.
         time_limit: seconds; no run is started that would end later.
@@ -275,7 +280,8 @@ def train_missing(
     return present
 
 
-# What is shown --------------------------------------------------------------------------------------------
+# What is shown
+# --------------------------------------------------------------------------------------------
 
 
 def traffic_in(results: list[dict]) -> list[str]:
@@ -308,8 +314,8 @@ def change(results: list[dict], result: dict, baseline: str) -> float | None:
 def table(results: list[dict], baseline: str) -> str:
     """Return a markdown table, a row for each run.
 
-    It has the losses, and for each class of traffic the megabytes of an iteration and their share of the
-    uncompressed ones.
+    It has the losses, and for each class of traffic the megabytes of an iteration and their share
+    of the uncompressed ones.
     """
     traffic = traffic_in(results)
     header = ["setting", "seed", "validation loss", f"against {baseline}", "test loss"]
@@ -363,7 +369,8 @@ def in_words(results: list[dict], baseline: str) -> str:
 
 
 def in_short(line: str) -> str | None:
-    """Return what a reader waits for in a line of a run's output, or None. Megatron prints a thousand lines."""
+    """Return what a reader waits for in a line of a run's output, or None. Megatron prints a
+    thousand lines."""
     match = re.search(r"validation loss at iteration (\d+)(.*) \| lm loss value: (\S+)", line)
     if match:
         # Behind the last iteration comes " on validation set" or " on test set".
@@ -373,7 +380,8 @@ def in_short(line: str) -> str | None:
     return None
 
 
-# A run ----------------------------------------------------------------------------------------------------
+# A run
+# ----------------------------------------------------------------------------------------------------
 
 
 def micro_batch_size(shape: Shape, dimension: str, ranks: int) -> int:
@@ -460,7 +468,8 @@ def train(
 
 
 def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
-    """Return what decides every run besides its setting and seed; the tokens of all splits among it."""
+    """Return what decides every run besides its setting and seed; the tokens of all splits among
+    it."""
     tokens = sha256()
     # The same text with another tokenizer is other data.
     for split in SPLITS:
@@ -480,7 +489,8 @@ def common_of(options: argparse.Namespace, data: dict[str, str]) -> dict:
 
 
 def prepare_data(options: argparse.Namespace) -> dict[str, str]:
-    """Make the corpus of the model and return its paths; a folder of --output holds one for each kind.
+    """Make the corpus of the model and return its paths; a folder of --output holds one for each
+    kind.
 
     Raises:
         InputError: it cannot be made.

@@ -1,15 +1,16 @@
 #!/usr/bin/env python
 """Turn JSONL text into the tokenized dataset that --data-path reads.
 
-    python scripts/preprocess_data.py --input my.jsonl --output-prefix data/my --append-eod --workers 8 \\
+    python scripts/preprocess_data.py --input my.jsonl --output-prefix data/my --append-eod
+        --workers 8 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
 
 This writes data/my_text_document.bin and data/my_text_document.idx. Train on them with
 --data-path data/my_text_document and the same tokenizer flags. Flags and format are Megatron-LM's.
 
-Each line of the input is one JSON object, such as {"text": "..."}, and becomes one document. Blank lines
-are skipped. A record without text is left out, and their number is printed. A line that cannot be read ends
-the job: the error names the file and the line, and no dataset is left behind.
+Each line of the input is one JSON object, such as {"text": "..."}, and becomes one document. Blank
+lines are skipped. A record without text is left out, and their number is printed. A line that
+cannot be read ends the job: the error names the file and the line, and no dataset is left behind.
 """
 
 import argparse
@@ -50,11 +51,13 @@ class Line:
 
 
 Encoder = Callable[[Line], list[list[int]]]
-"""Turns a line into token ids, one list for each of --json-keys. An empty list is a record without text."""
+"""Turns a line into token ids, one list for each of --json-keys. An empty list is a record without
+text."""
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """Return the arguments: Megatron's preprocessing flags, and the tokenizer flags that training has."""
+    """Return the arguments: Megatron's preprocessing flags, and the tokenizer flags that training
+    has."""
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.config import TokenizerConfig
 
@@ -149,7 +152,8 @@ def read_texts(line: Line, keys: Sequence[str]) -> list[str]:
     """Return the text under each key of a line's JSON object; "" where it is empty or null.
 
     Raises:
-        InputError: the line is not such an object; the message names its file and number, and the fix.
+        InputError: the line is not such an object; the message names its file and number, and the
+        fix.
     """
     location = f"--input {line.path} line {line.number}"
     try:
@@ -236,7 +240,8 @@ def encode_all(encode: Encoder, lines: Iterator[Line], workers: int) -> Iterator
     _encode = encode
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         try:
-            # map() reads all that it is given before it yields, so it is given a few tasks at a time.
+            # map() reads all that it is given before it yields, so it is given a few tasks at a
+            # time.
             for tasks in batched(batched(lines, LINES_A_TASK), TASKS_A_WORKER * workers):
                 for documents in pool.map(_encode_task, tasks):
                     yield from documents
@@ -250,7 +255,8 @@ class DatasetWriter:
     """Writes the dataset of one key. It gets its name in ``finish``; until then there is none.
 
     Args:
-        prefix: path of the dataset without .bin and .idx. What an earlier job wrote there is removed.
+        prefix: path of the dataset without .bin and .idx. What an earlier job wrote there is
+            removed.
         dtype: numpy type of a token.
     """
 
@@ -330,7 +336,8 @@ def write(args: Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 2 for bad input, after one line that says what is wrong."""
+    """Run the command and return its exit status: 2 for bad input, after one line that says what is
+    wrong."""
     try:
         write(parse(argv))
     except InputError as error:

@@ -3,10 +3,10 @@
     VARIANT=per-tensor DATA_PATH=... TOKENIZER_MODEL=... examples/paper/taco.sh
     torchrun ... pretrain_gpt.py ... --tp-compression examples.paper.per_tensor_fp8:PerTensorFp8
 
-The tensor is a message: first the part of a rank's partial sum that goes to one other rank, then the piece
-of the sum that a rank owns. Its scale divides by the largest magnitude in it. That costs a pass over the
-tensor before the first byte can go, and one large value makes all others coarse. It is written in plain
-torch, for its loss and not for its speed.
+The tensor is a message: first the part of a rank's partial sum that goes to one other rank, then
+the piece of the sum that a rank owns. Its scale divides by the largest magnitude in it. That costs
+a pass over the tensor before the first byte can go, and one large value makes all others coarse. It
+is written in plain torch, for its loss and not for its speed.
 
 A codec takes three methods: the payload's size, ``encode`` and ``decode``.
 """

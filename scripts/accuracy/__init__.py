@@ -1,4 +1,6 @@
-"""Measures what a tensor-parallel codec costs in loss: tensor parallelism is simulated on one device.
+"""Measures what a tensor-parallel codec costs in loss: tensor parallelism is simulated on one
+device.
 
-Run it from the repository's root as ``python -m scripts.accuracy.run``; see docs/results/accuracy.md.
+Run it from the repository's root as ``python -m scripts.accuracy.run``; see
+docs/results/accuracy.md.
 """

@@ -1,10 +1,10 @@
 """Data parallelism of a few ranks on one device, with the arithmetic of the real one.
 
 Each rank has its share of a batch. Their gradients are summed as ``--dp-compression`` sums them
-(megatron.compression.data_parallel.codec_gradients): quantised inside each node, again between nodes, and
-without the distributed optimizer once more. Weights stay fp32 where they are trained. What all ranks compute
-with is bf16, and changes by what the codec of the weights makes of the difference
-(megatron.compression.data_parallel.weights).
+(megatron.compression.data_parallel.codec_gradients): quantised inside each node, again between
+nodes, and without the distributed optimizer once more. Weights stay fp32 where they are trained.
+What all ranks compute with is bf16, and changes by what the codec of the weights makes of the
+difference (megatron.compression.data_parallel.weights).
 """
 
 from collections.abc import Sequence
@@ -48,10 +48,11 @@ def sum_gradients(
 
 
 class DataParallel:
-    """Trains a model's parameters as data-parallel ranks do: sums gradients, and updates what ranks hold.
+    """Trains a model's parameters as data-parallel ranks do: sums gradients, and updates what ranks
+    hold.
 
-    Parameters are fp32 tensors. They hold the values that the ranks compute with, except while the optimizer
-    steps: then they hold the fp32 masters.
+    Parameters are fp32 tensors. They hold the values that the ranks compute with, except while the
+    optimizer steps: then they hold the fp32 masters.
 
     Args:
         setting: says how gradients and weights are sent.
@@ -111,8 +112,8 @@ class DataParallel:
         optimizer.step()
         torch._foreach_copy_(self.masters, self.parameters)
         new_weights = self._flatten(self.masters).bfloat16()
-        # Error feedback: ranks add what they decode to what they hold, so what this payload rounds off
-        # is in the next step's difference.
+        # Error feedback: ranks add what they decode to what they hold, so what this payload rounds
+        # off is in the next step's difference.
         payload = self.weight_codec.encode_difference(new_weights, self.rank_weights)
         self.weight_codec.add_decoded(payload[None], self.rank_weights[None])
         self._copy_rank_weights_into_parameters()

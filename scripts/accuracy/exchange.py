@@ -15,10 +15,11 @@ MICRO_BATCH = 4
 
 
 class Exchange:
-    """Sums the ranks' partial sums, gathers their slices and sends between stages, as a setting says.
+    """Sums the ranks' partial sums, gathers their slices and sends between stages, as a setting
+    says.
 
-    The first hop of an all-reduce encodes each rank's partial sum. The second hop encodes their sum or, with
-    sequence parallelism, what is gathered.
+    The first hop of an all-reduce encodes each rank's partial sum. The second hop encodes their sum
+    or, with sequence parallelism, what is gathered.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -61,7 +62,8 @@ class Exchange:
         return joined(first.decode_sum(payloads, piece, partials.dtype), partials.shape[1:])
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
-        """Return x [T, h] as every rank has it after the all-gather of slices, or of keys and values."""
+        """Return x [T, h] as every rank has it after the all-gather of slices, or of keys and
+        values."""
         codec = self.codecs[direction]
         if codec is None:
             return x.clone()
@@ -103,8 +105,8 @@ class Exchange:
         Returns:
             uint8 [S, rows, bytes], and the shape of a row.
         """
-        # A piece for each receiving rank only where the codec sees shapes: groups of values are the same in
-        # a whole tensor.
+        # A piece for each receiving rank only where the codec sees shapes: groups of values are the
+        # same in a whole tensor.
         pieces = self.world_size if codec.sees_shape else 1
         rows = torch.stack([cut(tensor, pieces, codec) for tensor in x])
         payloads = hop.encode(rows.flatten(0, 1))

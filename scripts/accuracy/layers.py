@@ -1,9 +1,10 @@
 """The layers of the simulation as operators that torch.compile leaves alone.
 
-As in Megatron, a row-parallel layer sums W partial products in the forward, and a column-parallel one W
-partial input gradients in the backward. With sequence parallelism the input of a column-parallel layer and
-the output gradient of a row-parallel one are gathered. The partial products are the real ones: rank w holds
-slice w of the weight's parallel dimension. Attention may share sequences between ranks (context parallelism).
+As in Megatron, a row-parallel layer sums W partial products in the forward, and a column-parallel
+one W partial input gradients in the backward. With sequence parallelism the input of a
+column-parallel layer and the output gradient of a row-parallel one are gathered. The partial
+products are the real ones: rank w holds slice w of the weight's parallel dimension. Attention may
+share sequences between ranks (context parallelism).
 
 Shapes: T tokens of all sequences, h channels, n and m the parallel dimension of a weight.
 """
@@ -42,7 +43,8 @@ def _empty_like(x: Tensor, sequence: int | None = None) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Linear layers ------------------------------------------------------------------------------------------
+# Linear layers
+# ------------------------------------------------------------------------------------------
 
 
 @_operator("row_linear")
@@ -61,7 +63,8 @@ def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     """Return the gradients of a row-parallel layer.
 
     Args:
-        grad: of the output, [T, h]; with sequence parallelism of the rank's slice, which is gathered.
+        grad: of the output, [T, h]; with sequence parallelism of the rank's slice, which is
+            gathered.
         x: the input, [T, n].
         weight: [h, n].
 
@@ -125,7 +128,8 @@ _register_linear(row_linear, row_linear_backward)
 _register_linear(column_linear, column_linear_backward)
 
 
-# Gathers and sends --------------------------------------------------------------------------------------
+# Gathers and sends
+# --------------------------------------------------------------------------------------
 
 
 @_operator("gather")
@@ -176,7 +180,8 @@ gather_sequence_backward.register_fake(lambda grad: grad.new_empty(grad.shape[1:
 gather_sequence.register_autograd(lambda ctx, grad: gather_sequence_backward(grad))
 
 
-# The embedding and attention ----------------------------------------------------------------------------
+# The embedding and attention
+# ----------------------------------------------------------------------------
 
 
 class _ReduceEmbedding(torch.autograd.Function):
@@ -198,7 +203,8 @@ class _ReduceEmbedding(torch.autograd.Function):
 
 
 def reduce_embedding(rows: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
-    """All-reduce the vocabulary-parallel embedding: each row comes from the rank that holds its token.
+    """All-reduce the vocabulary-parallel embedding: each row comes from the rank that holds its
+    token.
 
     With sequence parallelism the gradient is gathered, as for learned positions in Megatron.
 
@@ -213,9 +219,9 @@ def reduce_embedding(rows: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, context_parallel: bool) -> Tensor:
     """Return causal attention, [B * S, heads * d].
 
-    With context parallelism it is that of megatron.compression.context_parallel.gather: of 2W chunks of a
-    sequence rank r has chunks r and 2W - 1 - r. It gathers the keys and values of all, whose gradients are
-    reduce-scattered.
+    With context parallelism it is that of megatron.compression.context_parallel.gather: of 2W
+    chunks of a sequence rank r has chunks r and 2W - 1 - r. It gathers the keys and values of all,
+    whose gradients are reduce-scattered.
 
     Args:
         q: [B, S, heads, d].

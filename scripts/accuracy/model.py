@@ -1,7 +1,7 @@
 """The models that are trained, with fp32 weights: a GPT as Megatron's, or a Qwen.
 
-The GPT has pre-norm, learned positions, GELU, biases and an untied output. All products that Megatron would
-parallelise go through layers.py. Shapes: T = batch * sequence tokens, h channels.
+The GPT has pre-norm, learned positions, GELU, biases and an untied output. All products that
+Megatron would parallelise go through layers.py. Shapes: T = batch * sequence tokens, h channels.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,8 @@ class GPTBlock(nn.Module):
         if self.sequence_parallel:
             y = layers.gather(y)
         qkv = layers.column_linear(y, self.qkv.to(dtype)) + self.qkv_bias.to(dtype)
-        # Each head has its query, key and value side by side, so that a rank's slice holds whole heads.
+        # Each head has its query, key and value side by side, so that a rank's slice holds whole
+        # heads.
         qkv = qkv.view(-1, config.sequence, config.heads, 3, config.hidden // config.heads)
         q, k, v = qkv.unbind(3)
         y = layers.attend(q, k, v, self.context_parallel)
@@ -123,8 +124,9 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class QwenBlock(nn.Module):
     """One transformer layer of a Qwen on [T, h].
 
-    Equal slices of the weights are the ranks' own: qkv holds one query group after the other, and fc1 a gate
-    and a value in turn. The family qwen2 has biases on q, k and v, qwen3 has norms of q and k.
+    Equal slices of the weights are the ranks' own: qkv holds one query group after the other, and
+    fc1 a gate and a value in turn. The family qwen2 has biases on q, k and v, qwen3 has norms of q
+    and k.
     """
 
     def __init__(self, model: DenseModel, sequence: int) -> None:
@@ -225,7 +227,8 @@ class GPT(nn.Module):
     def initialise(self, seed: int) -> None:
         """Draw the weights, on all devices the same.
 
-        They are normal with a deviation of 0.02, at the end of a branch smaller by sqrt(2 * layers).
+        They are normal with a deviation of 0.02, at the end of a branch smaller by sqrt(2 *
+        layers).
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Tables of the runs that ``run`` made: differences to the uncompressed run of the same seed and size.
+"""Tables of the runs that ``run`` made: differences to the uncompressed run of the same seed and
+size.
 
 python -m scripts.accuracy.results W/results-*.jsonl
 python -m scripts.accuracy.results docs/results/accuracy/controls.json
@@ -17,11 +18,13 @@ from megatron.compression.report.render import table
 BASE = "none"
 """The setting that others are compared with."""
 T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""97.5 % quantiles of Student's t, by degrees of freedom from 1 on. For more than 9 the last one is safe."""
+"""97.5 % quantiles of Student's t, by degrees of freedom from 1 on. For more than 9 the last one is
+safe."""
 
 
 def estimate(values: Sequence[float]) -> tuple[str, str]:
-    """Return the mean of values with its standard error, and the 95 % confidence interval of the true mean.
+    """Return the mean of values with its standard error, and the 95 % confidence interval of the
+    true mean.
 
     The standard error is s / sqrt(n), the interval Student's t. A single value has neither.
     """

@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""Train under different codecs, the last quarter of a training each: final-quarter continuation runs.
+"""Train under different codecs, the last quarter of a training each: final-quarter continuation
+runs.
 
-    python -m scripts.accuracy.run --work-dir W --settings taco int8 int6:group=64-sp tah-quant-pp sdp4bit-dp
+    python -m scripts.accuracy.run --work-dir W --settings taco int8 int6:group=64-sp tah-quant-pp
+    sdp4bit-dp
 
-The uncompressed run of each seed leaves a checkpoint at three quarters of its steps. Every setting (named as
-in settings.py) continues from it on the same data. There is one worker for each GPU, but no more than seeds;
-it does the runs of its seeds one after the other. Results are a JSON line for each run in
-W/results-SEED.jsonl. A later call does what is missing, and each call prints the table.
+The uncompressed run of each seed leaves a checkpoint at three quarters of its steps. Every setting
+(named as in settings.py) continues from it on the same data. There is one worker for each GPU, but
+no more than seeds; it does the runs of its seeds one after the other. Results are a JSON line for
+each run in W/results-SEED.jsonl. A later call does what is missing, and each call prints the table.
 """
 
 import argparse
@@ -119,7 +121,8 @@ def sizes(args: argparse.Namespace):
 
 
 def ids_of(args: argparse.Namespace, seed: int) -> list[str]:
-    """Return the names of a seed's runs: the uncompressed one first, then a continuation for each setting."""
+    """Return the names of a seed's runs: the uncompressed one first, then a continuation for each
+    setting."""
     return [f"scratch/{BASE}/{seed}", *(f"ending/{name}/{seed}" for name in args.settings)]
 
 

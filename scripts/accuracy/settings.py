@@ -25,7 +25,8 @@ PAIRS = {
     "-cp": ("context_forward", "context_backward"),
     "-dp": ("gradients", "weights"),
 }
-"""By the end of a name: the two messages of a kind of parallelism, which are fields of ``Setting``."""
+"""By the end of a name: the two messages of a kind of parallelism, which are fields of ``Setting``.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Setting:
 
     @property
     def bits(self) -> float:
-        """Mean bits a value over the compressed kinds of parallelism: both messages and all hops of each."""
+        """Mean bits a value over the compressed kinds of parallelism: both messages and all hops of
+        each."""
         codecs = self.codecs
         means = []
         for pair in PAIRS.values():
@@ -117,8 +119,8 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
         SPEC-dp     data parallelism              SPEC-ddp    without the distributed optimizer
         none-tp2    two uncompressed ranks
 
-    ``SPEC,,SPEC`` has a second codec: of gradients that go back, or of data-parallel weights. Without it
-    these are sent as the flags of a real run would have them.
+    ``SPEC,,SPEC`` has a second codec: of gradients that go back, or of data-parallel weights.
+    Without it these are sent as the flags of a real run would have them.
 
     Args:
         name: the name.
@@ -146,7 +148,8 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
 
 
 def fields_of(part: str) -> tuple[str, dict[str, Any]]:
-    """Return the kind of parallelism of a part of a name, a key of PAIRS, and the fields that it sets.
+    """Return the kind of parallelism of a part of a name, a key of PAIRS, and the fields that it
+    sets.
 
     Raises:
         CompressionConfigError: not a spec, or what is not simulated.
@@ -158,8 +161,8 @@ def fields_of(part: str) -> tuple[str, dict[str, Any]]:
         return "-dp", data_parallel_fields(part, part.removesuffix("-ddp"), unsharded=True)
     kind = part[-3:]
     if kind not in PAIRS:
-        # Tensor parallelism has no ending, or -sp. A recipe's name stands for both codecs; one codec alone
-        # serves both directions.
+        # Tensor parallelism has no ending, or -sp. A recipe's name stands for both codecs; one
+        # codec alone serves both directions.
         sequence_parallel = part.endswith("-sp")
         first, _, second = part.removesuffix("-sp").partition(",,")
         forward, backward = expand("tensor_parallel", first, second or None)

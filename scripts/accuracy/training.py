@@ -46,7 +46,8 @@ class Corpus:
     """The tokens of a text on the device, as windows of sequence + 1.
 
     Args:
-        data: paths of the tokenized text by split (train, valid), without .bin; vocabulary below 65,500.
+        data: paths of the tokenized text by split (train, valid), without .bin; vocabulary below
+            65,500.
         sequence: tokens of a window, without the last target.
         device: where the tokens are.
         max_valid_tokens: how much of the validation text is used.

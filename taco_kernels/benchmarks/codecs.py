@@ -132,7 +132,8 @@ def lossless_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterat
 
 
 def gradient_cases(numel: int, dtype: torch.dtype) -> Iterator[Case]:
-    """SDP4Bit on a bucket of gradients: quantised as a whole, summed at its shard, sent on between nodes."""
+    """SDP4Bit on a bucket of gradients: quantised as a whole, summed at its shard, sent on between
+    nodes."""
     shard = numel // SENDERS
     pairs = SENDERS // 2
     intra = GroupFormat(8, 128, True)  # inside a node
@@ -167,7 +168,8 @@ def gradient_cases(numel: int, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def weight_cases(numel: int) -> Iterator[Case]:
-    """SDP4Bit on a bucket of bf16 weights: what an optimizer's step changed, and adding that to a replica."""
+    """SDP4Bit on a bucket of bf16 weights: what an optimizer's step changed, and adding that to a
+    replica."""
     format = GroupFormat(4, 2048)
     subtract = partial(sdp4bit.quantize_difference, format=format)
 
@@ -207,7 +209,8 @@ def activations(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def pipeline_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterator[Case]:
-    """Codecs between pipeline stages on [tokens, 4096]: TAH-Quant, normalised channels, plain integers.
+    """Codecs between pipeline stages on [tokens, 4096]: TAH-Quant, normalised channels, plain
+    integers.
 
     Args:
         numel: values of the message.
@@ -234,9 +237,11 @@ def pipeline_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterat
 
 
 def bitmap_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterator[Case]:
-    """TAGC's packed values of fp32 shards, sparsity 0.8: pack, unpack and sum, choose a threshold and repack.
+    """TAGC's packed values of fp32 shards, sparsity 0.8: pack, unpack and sum, choose a threshold
+    and repack.
 
-    ``choose, repack`` is what a node sends on: that sum chosen from and packed again as the ranks' union.
+    ``choose, repack`` is what a node sends on: that sum chosen from and packed again as the ranks'
+    union.
 
     Args:
         numel: values of the shard.
@@ -244,7 +249,8 @@ def bitmap_cases(numel: int, dtype: torch.dtype, options: Namespace) -> Iterator
         options: not used.
     """
     layout = BitmapLayout(numel, 0.2, 16)
-    # Independent choices of the senders: what none of them sends is (1 - share)^SENDERS of the values.
+    # Independent choices of the senders: what none of them sends is (1 - share)^SENDERS of the
+    # values.
     union = BitmapLayout(numel, 1 - (1 - layout.share) ** SENDERS, 16)
     threshold = share_threshold(torch.randn(1, numel, device="cuda"), layout.share)
 

@@ -1,4 +1,5 @@
-"""Compressed collectives, over symmetric memory and over NCCL, against NCCL's own; run it under torchrun."""
+"""Compressed collectives, over symmetric memory and over NCCL, against NCCL's own; run it under
+torchrun."""
 
 import os
 from argparse import ArgumentParser, Namespace

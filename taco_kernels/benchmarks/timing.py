@@ -66,8 +66,8 @@ def buffers_for(bytes_each: int) -> int:
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     """Median time of one call in microseconds.
 
-    ``calls`` do the same work on different buffers. All of them are captured in one CUDA graph, which takes
-    the host's launch time out.
+    ``calls`` do the same work on different buffers. All of them are captured in one CUDA graph,
+    which takes the host's launch time out.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # what the calls read may still be on its way
@@ -76,7 +76,8 @@ def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # All results live at once: no call reuses the memory of another, which would be in the cache.
+        # All results live at once: no call reuses the memory of another, which would be in the
+        # cache.
         _results = [call() for call in calls]
     begin = time.perf_counter()
     while time.perf_counter() - begin < WARM_UP:
@@ -119,7 +120,8 @@ def case(
         error: of a round trip.
     """
     sets = [make()]
-    # Every tensor is read once, and the result written once; buffers_for needs to know how large they are.
+    # Every tensor is read once, and the result written once; buffers_for needs to know how large
+    # they are.
     moved = sum(tensor.nbytes for tensor in sets[0]) + call(*sets[0]).nbytes
     while len(sets) < buffers_for(moved):
         sets.append(make())
@@ -129,7 +131,8 @@ def case(
 def copy_case(numel: int, dtype: torch.dtype) -> Case:
     """A copy of a tensor, which the others are compared with.
 
-    It changes signs: the driver's own copy is slower at 1 GiB than kernels that read and write as much.
+    It changes signs: the driver's own copy is slower at 1 GiB than kernels that read and write as
+    much.
     """
     return case("-", "copy", torch.neg, lambda: (torch.randn(numel, device="cuda").to(dtype),))
 

@@ -1,4 +1,5 @@
-"""Sparse tensors as their values end to end and a bitmap: the fewest bytes to where they are added up.
+"""Sparse tensors as their values end to end and a bitmap: the fewest bytes to where they are added
+up.
 
 ``taco_kernels.count_sketch`` has sketches of sparse tensors, which can be added on the way.
 """

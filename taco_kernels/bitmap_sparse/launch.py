@@ -1,8 +1,8 @@
 """Packing sparse rows and adding them up, in Triton. Same signatures as reference.py.
 
-A program has a row: 1024 values as [32, 32], of which line w is word w of the row's bitmap, and column i is
-bit i of each word. Packing takes two kernels, with a running sum of torch's between them: the first counts
-what each row sends, so that the second knows where each row's values begin.
+A program has a row: 1024 values as [32, 32], of which line w is word w of the row's bitmap, and
+column i is bit i of each word. Packing takes two kernels, with a running sum of torch's between
+them: the first counts what each row sends, so that the second knows where each row's values begin.
 """
 
 import torch
@@ -34,7 +34,8 @@ def offsets():
 
 @triton.jit
 def ranks_of(sent):
-    """int32[32, 32]: how many of a row's values that are sent, 1 in int32[32, 32], come before each."""
+    """int32[32, 32]: how many of a row's values that are sent, 1 in int32[32, 32], come before
+    each."""
     size = tl.sum(sent, axis=1)
     before_word = tl.cumsum(size, axis=0) - size
     return before_word[:, None] + tl.cumsum(sent, axis=1) - sent
@@ -42,7 +43,8 @@ def ranks_of(sent):
 
 @triton.jit
 def step_of(exponent, BITS: tl.constexpr):
-    """fp32 grid step 2^(e - 125 - BITS) of a row whose largest value has the biased int32 exponent e."""
+    """fp32 grid step 2^(e - 125 - BITS) of a row whose largest value has the biased int32 exponent
+    e."""
     clamped = tl.minimum(tl.maximum(exponent, FLOOR), LARGEST_EXPONENT)
     return ((clamped + 2 - BITS) << 23).to(tl.float32, bitcast=True)
 
@@ -60,8 +62,8 @@ def row_of(x, thresholds, row, shard, numel, BITS: tl.constexpr):
         BITS: of a code, 8 or 16.
 
     Returns:
-        The values and their codes, both fp32[32, 32]; which of them are to be sent; the row's step, fp32; its
-        biased exponent, int32.
+        The values and their codes, both fp32[32, 32]; which of them are to be sent; the row's step,
+        fp32; its biased exponent, int32.
     """
     value = tl.load(x + row * WIDTH + offsets(), mask=offsets() < numel - row * WIDTH, other=0.0)
     bits = value.to(tl.int32, bitcast=True) & MAGNITUDE_BITS
@@ -104,7 +106,8 @@ def pack_kernel(
     numel, rows, capacity, x_stride, remainder_stride, values_stride, words_stride, exponents_stride,
     KEEP_REMAINDER: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's codes, as far as there is room, its bitmap and its exponent; grid (rows, shards).
+    """Write a row's codes, as far as there is room, its bitmap and its exponent; grid (rows,
+    shards).
 
     May overwrite x by the remainder: each program reads its own row only.
 
@@ -149,7 +152,8 @@ def pack_kernel(
 
 @triton.jit
 def ones(word):
-    """int32: how many bits of int32 words are set, added up in pairs, nibbles, bytes, and over the bytes."""
+    """int32: how many bits of int32 words are set, added up in pairs, nibbles, bytes, and over the
+    bytes."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24) & 63
@@ -162,7 +166,8 @@ def decode_sum_kernel(
 ):  # fmt: skip
     """total = the senders' values of a row, added in fp32 in their order; grid (rows,).
 
-    A row's codes begin where its tile's do, plus the set bits of the tile's earlier rows, at most 3.
+    A row's codes begin where its tile's do, plus the set bits of the tile's earlier rows, at most
+    3.
 
     Args:
         values: codes, int8 or int16 [W, capacity].

@@ -1,7 +1,7 @@
 """A sparse tensor that is not added up on the way: its wire, encoding and adding up in plain torch.
 
-TAGC (arXiv 2504.05638) sends the largest gradients of a shard. A shard of ``numel`` values is rows of 1024. Its
-wire is::
+TAGC (arXiv 2504.05638) sends the largest gradients of a shard. A shard of ``numel`` values is rows
+of 1024. Its wire is::
 
     values | bitmap | starts | exponents
 
@@ -10,8 +10,8 @@ wire is::
     starts      an int32 every 4 rows: how many values are sent before these
     exponents   a uint8 a row
 
-each part padded with zeros to a multiple of 64 bytes. Values are integers on their row's power-of-two grid. The
-kernels in launch.py are tested against these functions.
+each part padded with zeros to a multiple of 64 bytes. Values are integers on their row's
+power-of-two grid. The kernels in launch.py are tested against these functions.
 """
 
 import math
@@ -129,9 +129,11 @@ def encode(
     layout: BitmapLayout,
     remainder: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Pack the values of x at or above their shard's threshold, at most ``layout.capacity``, in order.
+    """Pack the values of x at or above their shard's threshold, at most ``layout.capacity``, in
+    order.
 
-    q = rint(x / step), step = 2^(e - 125 - bits) for the biased exponent e of the row's largest magnitude,
+    q = rint(x / step), step = 2^(e - 125 - bits) for the biased exponent e of the row's largest
+    magnitude,
     |q| < 2^(bits - 1); a value with q = 0 is not sent. Nothing of a row with a NaN or infinity is sent but
     its exponent, 255.
 
@@ -189,7 +191,8 @@ def encode(
 
 
 def decode_sum(wires: torch.Tensor, layout: BitmapLayout) -> torch.Tensor:
-    """fp32 ``[numel]``: the values of ``wires`` uint8 ``[W, wire_bytes]``, added in fp32 in their order.
+    """fp32 ``[numel]``: the values of ``wires`` uint8 ``[W, wire_bytes]``, added in fp32 in their
+    order.
 
     NaN in rows in which a sender had a NaN or infinity.
 

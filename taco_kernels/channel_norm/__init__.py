@@ -1,7 +1,8 @@
-"""Integers of channels without their mean and spread: what a pipeline stage sends, after its own statistics.
+"""Integers of channels without their mean and spread: what a pipeline stage sends, after its own
+statistics.
 
-The statistics take one pass over the tensor, the normalisation none: it happens where the codec loads and
-stores. The codec of the values is ``taco_kernels.taco``'s, without its transform.
+The statistics take one pass over the tensor, the normalisation none: it happens where the codec
+loads and stores. The codec of the values is ``taco_kernels.taco``'s, without its transform.
 """
 
 from taco_kernels.channel_norm import reference

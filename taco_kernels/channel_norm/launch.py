@@ -7,7 +7,8 @@
     encode_kernel       x, statistics -> the codec's wire
     decode_kernel       the codec's wire, statistics -> x
 
-Statistics take one pass over x. Normalisation takes none: it happens where the codec loads and stores.
+Statistics take one pass over x. Normalisation takes none: it happens where the codec loads and
+stores.
 """
 
 import torch
@@ -34,7 +35,8 @@ from taco_kernels.taco.wire import decode_groups, encode_groups, load_tile, stor
 
 EQUAL = tl.constexpr(reference.EQUAL)
 TILE_CHANNELS = 64
-"""Channels of a tile, by TILE_TOKENS tokens: values whose partial statistics a program has. It holds them all."""
+"""Channels of a tile, by TILE_TOKENS tokens: values whose partial statistics a program has. It
+holds them all."""
 TILES = 64
 """Tiles whose statistics a program puts together at a time."""
 JOINED_CHANNELS = 16
@@ -47,7 +49,8 @@ TUNING = {
 OUTLIER_REGISTERS = 128
 """Registers a thread where the codec stores outliers separately, which takes more."""
 
-# Rows of ``partials``, fp32 [tiles, 4, channels]: what partial_kernel has of each channel of a tile.
+# Rows of ``partials``, fp32 [tiles, 4, channels]: what partial_kernel has of each channel of a
+# tile.
 MEANS = tl.constexpr(0)
 SQUARES = tl.constexpr(1)  # sum over the tokens that count, about their own mean
 COUNTS = tl.constexpr(2)  # tokens that count
@@ -65,10 +68,11 @@ def partial_kernel(
     CHANNELS: tl.constexpr,
     ROBUST: tl.constexpr,
 ):
-    """Find the statistics of a tile of TOKENS tokens and CHANNELS channels; grid (tiles, channels / CHANNELS).
+    """Find the statistics of a tile of TOKENS tokens and CHANNELS channels; grid (tiles, channels /
+    CHANNELS).
 
-    Squares are about the tile's own means, so that nothing cancels, wherever the values lie: the sum of
-    squares less the square of the sum would lose all digits where a mean is large.
+    Squares are about the tile's own means, so that nothing cancels, wherever the values lie: the
+    sum of squares less the square of the sum would lose all digits where a mean is large.
 
     Args:
         x: [tokens, channels], contiguous, of any floating-point type.
@@ -119,7 +123,8 @@ def partials_of(partials, first, tiles, channels, column, TILES: tl.constexpr):
         TILES: tiles at a time.
 
     Returns:
-        Pointers [TILES, B] to the means; which of them exist; the numbers of tokens that count, fp32.
+        Pointers [TILES, B] to the means; which of them exist; the numbers of tokens that count,
+        fp32.
     """
     tile = first + tl.arange(0, TILES)
     pointers = partials + tile.to(tl.int64)[:, None] * PARTS * channels + column[None, :]
@@ -138,7 +143,8 @@ def statistics_kernel(
     TILES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Put the tiles' statistics together; grid (channels / CHANNELS,). Two passes over ``partials``.
+    """Put the tiles' statistics together; grid (channels / CHANNELS,). Two passes over
+    ``partials``.
 
     With n_t, m_t and s_t a tile's tokens that count, their mean and squares about it::
 
@@ -185,8 +191,8 @@ def statistics_kernel(
         first += TILES
     rms = tl.sqrt_rn(squares / counted).to(tl.bfloat16)
 
-    # A channel whose values are equal but for outliers takes the rms of all tokens (reference.py). Its tiles
-    # all have the mean that is sent, so the outliers' squares are about it.
+    # A channel whose values are equal but for outliers takes the rms of all tokens (reference.py).
+    # Its tiles all have the mean that is sent, so the outliers' squares are about it.
     all_tokens = tl.full((), 1.0, tl.float32) * tokens
     rms_of_all = tl.sqrt_rn((squares + outside) / all_tokens).to(tl.bfloat16)
     # A rounding of the mean alone is no spread: see EQUAL.

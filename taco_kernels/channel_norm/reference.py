@@ -1,4 +1,5 @@
-"""Normalised channels in plain torch: the message and the definition that the kernels are tested against.
+"""Normalised channels in plain torch: the message and the definition that the kernels are tested
+against.
 
 A message is the codec's wire of one chunk, then the statistics::
 
@@ -8,15 +9,16 @@ The codec's wire is of
 
     z = (x - mean) * (1 / rms)
 
-with the mean of every channel over the tokens, rounded to bf16, and rms, the root mean square of x - mean,
-rounded to bf16; all in fp32. A channel that holds a NaN, an infinity or values beyond 1e19 has NaN
-statistics, which makes its part of every token NaN; where the spread is below 1e-22, rms rounds to 0 and z
-is 0.
+with the mean of every channel over the tokens, rounded to bf16, and rms, the root mean square of x
+- mean, rounded to bf16; all in fp32. A channel that holds a NaN, an infinity or values beyond 1e19
+has NaN statistics, which makes its part of every token NaN; where the spread is below 1e-22, rms
+rounds to 0 and z is 0.
 
-If the codec stores outliers separately (taco/reference.py), tokens that are outliers in a channel do not
-count in its statistics: one would drown the channel of all others. They are those whose distance from the
-mean of their TILE_TOKENS tokens is more than THRESHOLD times the mean distance. Where the other tokens are
-equal, their spread is 0, or the rounding of their mean: such a channel has the rms of all tokens.
+If the codec stores outliers separately (taco/reference.py), tokens that are outliers in a channel
+do not count in its statistics: one would drown the channel of all others. They are those whose
+distance from the mean of their TILE_TOKENS tokens is more than THRESHOLD times the mean distance.
+Where the other tokens are equal, their spread is 0, or the rounding of their mean: such a channel
+has the rms of all tokens.
 """
 
 from dataclasses import dataclass
@@ -84,10 +86,12 @@ def outlier_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def statistics(x: torch.Tensor, robust: bool = False) -> torch.Tensor:
-    """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares about them.
+    """bf16 ``[2, channels]`` of x ``[tokens, channels]``: means, and roots of the mean squares
+    about them.
 
-    The squares are about the means that are sent: where a mean is thousands of times the spread, what its
-    rounding leaves is all that there is. ``robust``: without ``outlier_tokens``, unless the others are EQUAL.
+    The squares are about the means that are sent: where a mean is thousands of times the spread,
+    what its rounding leaves is all that there is. ``robust``: without ``outlier_tokens``, unless
+    the others are EQUAL.
     """
     x = x.float()
     if robust:

@@ -1,10 +1,12 @@
-"""What the codecs share: sizes and checks of wires, and the choice between a definition and its kernels.
+"""What the codecs share: sizes and checks of wires, and the choice between a definition and its
+kernels.
 
-A codec is a package with a definition in plain torch (``reference.py``) and Triton kernels (``launch.py``)
-that give the same bytes. ``dispatched`` makes one function of the two.
+A codec is a package with a definition in plain torch (``reference.py``) and Triton kernels
+(``launch.py``) that give the same bytes. ``dispatched`` makes one function of the two.
 
-Modules here: ``reference`` has arithmetic in plain torch. ``device``, ``fast_launch``, ``hadamard`` and
-``packing`` need Triton, which a host without a GPU may lack. ``graph_events`` tells of CUDA graphs.
+Modules here: ``reference`` has arithmetic in plain torch. ``device``, ``fast_launch``, ``hadamard``
+and ``packing`` need Triton, which a host without a GPU may lack. ``graph_events`` tells of CUDA
+graphs.
 """
 
 import logging
@@ -18,9 +20,11 @@ import torch
 ALIGNMENT = 16
 """Bytes: wires and their chunks start at multiples of it, so that kernels use 16-byte accesses."""
 MOST_COUNTED = 2**31 - 2**15
-"""Kernels count groups, blocks, tiles and rows in 32 bits, up to a tile and a step beyond the last one."""
+"""Kernels count groups, blocks, tiles and rows in 32 bits, up to a tile and a step beyond the last
+one."""
 
-# On AMD's GPUs ``is_cuda`` is true of tensors, too, but most kernels contain PTX, which is NVIDIA's.
+# On AMD's GPUs ``is_cuda`` is true of tensors, too, but most kernels contain PTX, which is
+# NVIDIA's.
 AMD = torch.version.hip is not None
 if AMD:
     logging.getLogger("taco_kernels").warning(
@@ -124,9 +128,9 @@ def dispatched[**P, R](
 ) -> Callable[Concatenate[torch.Tensor, P], R]:
     """Return an operation that runs its definition on the host and its kernels on an NVIDIA GPU.
 
-    ``definition`` is a function of some ``reference.py`` whose first parameter is a tensor. For a tensor on an
-    NVIDIA GPU the function of that name and signature in the package's ``launch.py`` is called, which is
-    imported at the first such call: it needs Triton.
+    ``definition`` is a function of some ``reference.py`` whose first parameter is a tensor. For a
+    tensor on an NVIDIA GPU the function of that name and signature in the package's ``launch.py``
+    is called, which is imported at the first such call: it needs Triton.
     """
     package, _, _ = definition.__module__.rpartition(".")
     launched: Callable[Concatenate[torch.Tensor, P], R] | None = None

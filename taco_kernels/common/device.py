@@ -1,4 +1,5 @@
-"""What a launch needs to know of its device, how a kernel is run on it, and its compile-time constants."""
+"""What a launch needs to know of its device, how a kernel is run on it, and its compile-time
+constants."""
 
 import logging
 import os
@@ -34,8 +35,9 @@ class Tuning(NamedTuple):
     def options(self) -> dict[str, object]:
         """Compiler options of the kernel.
 
-        Without fusion: a product and a sum that the compiler joins are rounded once, and bytes would differ
-        from the definition's. Kernels ask for ``tl.fma`` where the definition rounds once.
+        Without fusion: a product and a sum that the compiler joins are rounded once, and bytes
+        would differ from the definition's. Kernels ask for ``tl.fma`` where the definition rounds
+        once.
         """
         return dict(num_warps=self.warps, maxnreg=self.registers, enable_fp_fusion=False)
 
@@ -57,10 +59,11 @@ class Device(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """True where kernels must need little: operands in registers, 99 KiB of shared memory a program.
+        """True where kernels must need little: operands in registers, 99 KiB of shared memory a
+        program.
 
-        False on sm_90, whose tensor cores read a matrix from shared memory, 227 KiB, and whose tiles were
-        measured; and under the interpreter.
+        False on sm_90, whose tensor cores read a matrix from shared memory, 227 KiB, and whose
+        tiles were measured; and under the interpreter.
         """
         return self.capability[0] not in (0, 9)
 
@@ -133,8 +136,9 @@ def device_for(tensor: torch.Tensor) -> Device:
 class Constants:
     """Base of frozen dataclasses of tl.constexpr, passed to kernels as one constant argument.
 
-    A kernel reads ``C.G`` where C is such an argument. Triton compiles a kernel for each text of its constants
-    (``__repr__``), and looks up the compiled kernel by ``__hash__`` and ``__eq__`` at every launch.
+    A kernel reads ``C.G`` where C is such an argument. Triton compiles a kernel for each text of
+    its constants (``__repr__``), and looks up the compiled kernel by ``__hash__`` and ``__eq__`` at
+    every launch.
     """
 
     @classmethod
@@ -156,7 +160,8 @@ class Constants:
         return self._text
 
     def __hash__(self) -> int:
-        """Return the hash, computed once: hashing twenty fields takes longer than the rest of a launch."""
+        """Return the hash, computed once: hashing twenty fields takes longer than the rest of a
+        launch."""
         return self._hash
 
     def __eq__(self, constants: object) -> bool:

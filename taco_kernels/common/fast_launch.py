@@ -1,28 +1,30 @@
 """Launches that find the compiled kernel without Triton's ``kernel[grid](...)``.
 
-That call binds the arguments, asks of each what the kernel is specialised on, writes the answers and
-the options as text, and looks the compiled kernel up by it: most of what a launch costs the host.
-Here a ``Launch`` holds the kernel, the grid and every argument that stays the same. What a call adds,
-tensors and a few integers, is looked up by what Triton specialises on: a tensor by its dtype and by
-whether its address divides by 16, an integer marked ``do_not_specialize`` by its width. The first
-call with an answer goes through Triton, and the kernel that Triton chose is kept for the next::
+That call binds the arguments, asks of each what the kernel is specialised on, writes the answers
+and the options as text, and looks the compiled kernel up by it: most of what a launch costs the
+host. Here a ``Launch`` holds the kernel, the grid and every argument that stays the same. What a
+call adds, tensors and a few integers, is looked up by what Triton specialises on: a tensor by its
+dtype and by whether its address divides by 16, an integer marked ``do_not_specialize`` by its
+width. The first call with an answer goes through Triton, and the kernel that Triton chose is kept
+for the next::
 
     call 1    key is new  ->  kernel[grid](...)   binds, specialises, compiles; its choice is kept by key
     call 2    key known   ->  the launcher's C function, with the addresses of this call
 
-The C function's arguments differ between versions of Triton. They are not listed here: a copy of the
-compiled kernel's launcher is called once with markers, and what it passes on is the layout::
+The C function's arguments differ between versions of Triton. They are not listed here: a copy of
+the compiled kernel's launcher is called once with markers, and what it passes on is the layout::
 
     Triton 3.6:      x y z stream | function ... metadata, hooks | argument argument ...
     3.7 to 3.9:      x y z stream | function metadata ... types  | (argument, argument, ...)
                      this call's  | fixed for the kernel         | this call's
 
 A launcher that passes anything else has no layout, and its kernels go through Triton. torch has a
-launcher of its own (``torch._inductor.runtime.static_triton_launcher``). It is not used: it is private
-as well, knows neither cooperative nor dependent launches, and its C function takes the same time.
+launcher of its own (``torch._inductor.runtime.static_triton_launcher``). It is not used: it is
+private as well, knows neither cooperative nor dependent launches, and its C function takes the same
+time.
 
-Everything goes through Triton where that would not do: under the interpreter, in a version of Triton
-that has not been tried, on other than CUDA devices, in debug mode, and while launch hooks or
+Everything goes through Triton where that would not do: under the interpreter, in a version of
+Triton that has not been tried, on other than CUDA devices, in debug mode, and while launch hooks or
 instrumentation (profilers) are on. ``slow_launches`` tells the user.
 """
 
@@ -43,7 +45,8 @@ KNOWN_TRITON = ((3, 6), (3, 9))
 _MOST_LAUNCHES = 4096
 """Launches that start() keeps."""
 _WIDTHS = (-(2**31), 2**31, 2**63, 2**64)
-"""Triton passes integers as int64 below the first of these, int32 up to the second, int64, uint64."""
+"""Triton passes integers as int64 below the first of these, int32 up to the second, int64, uint64.
+"""
 _ALIGNED = 16
 """Bytes; Triton specialises on addresses that divide by it."""
 
@@ -145,7 +148,8 @@ def slow_launches() -> str | None:
 
 
 def _watched() -> bool:
-    """Return True if something is on that only Triton's own launch serves: a hook, debug mode, a patch."""
+    """Return True if something is on that only Triton's own launch serves: a hook, debug mode, a
+    patch."""
     return bool(
         _always_triton
         or _enter_hook.calls
@@ -160,7 +164,8 @@ def _watched() -> bool:
 
 
 class _Layout(NamedTuple):
-    """What a launcher passes to its C function between this call's grid and stream and its arguments."""
+    """What a launcher passes to its C function between this call's grid and stream and its
+    arguments."""
 
     options: tuple
     packs: bool
@@ -224,14 +229,14 @@ class Launch:
     """A kernel with its grid and all arguments but the first tensors and the last integers.
 
     Args:
-        kernel: what ``triton.jit`` made. Its parameters are, in this order: the tensors of a call, ``fixed``,
-            the integers of a call, constexprs.
+        kernel: what ``triton.jit`` made. Its parameters are, in this order: the tensors of a call,
+            ``fixed``, the integers of a call, constexprs.
         grid: programs along one to three axes.
-        fixed: arguments that are the same in each call: integers, tuples of them, floats, tensors (whose
-            memory must stay where it is).
-        constants: constexpr parameters and compiler options by name. ``enable_fp_fusion`` is False unless it
-            is among them: a product and a sum that the compiler joins are rounded once, which the definitions
-            do not, and what Triton does by default depends on its version.
+        fixed: arguments that are the same in each call: integers, tuples of them, floats, tensors
+            (whose memory must stay where it is).
+        constants: constexpr parameters and compiler options by name. ``enable_fp_fusion`` is False
+            unless it is among them: a product and a sum that the compiler joins are rounded once,
+            which the definitions do not, and what Triton does by default depends on its version.
     """
 
     __slots__ = (
@@ -264,16 +269,16 @@ class Launch:
             late: integers, of parameters marked ``do_not_specialize``.
 
         Raises:
-            TypeError: the kernel's parameters are not in the order of this class, or one of ``late`` would
-                be specialised on.
+            TypeError: the kernel's parameters are not in the order of this class, or one of
+                ``late`` would be specialised on.
         """
         if self._through_triton_only:
             self.kernel[self.grid](*tensors, *self.fixed, *late, **self.constants)
             return
         device = _current_device()
         addresses = [tensor.data_ptr() for tensor in tensors]
-        # All that Triton would look at to choose the compiled kernel; a tensor's device is in it so that one
-        # of another device reaches Triton, which refuses it.
+        # All that Triton would look at to choose the compiled kernel; a tensor's device is in it so
+        # that one of another device reaches Triton, which refuses it.
         key = (
             device,
             *[tensor.dtype for tensor in tensors],
@@ -323,7 +328,8 @@ class Launch:
         fixed = tuple(
             arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in self.fixed
         )
-        # The C function expects constants and ignores them. ``chosen`` is kept so that it stays loaded.
+        # The C function expects constants and ignores them. ``chosen`` is kept so that it stays
+        # loaded.
         self._compiled[key] = (
             launcher.launch,
             layout.packs,
@@ -364,9 +370,11 @@ def start(
     late: tuple[int, ...] = (),
     **constants: object,
 ) -> None:
-    """Start ``kernel`` by a ``Launch`` that is made once for each grid, ``fixed`` and ``constants``.
+    """Start ``kernel`` by a ``Launch`` that is made once for each grid, ``fixed`` and
+    ``constants``.
 
-    For callers that keep no ``Launch`` of their own: looking it up takes about as long as the launch itself.
+    For callers that keep no ``Launch`` of their own: looking it up takes about as long as the
+    launch itself.
 
     Args:
         kernel: as of ``Launch``.

@@ -1,7 +1,8 @@
 """Who is told when a CUDA graph is captured and replayed.
 
-All graphs of a training run are ``torch.cuda.CUDAGraph``: those of a whole iteration, of single layers, of
-Transformer Engine and of torch.compile. So its methods tell the observers, and no caller has to::
+All graphs of a training run are ``torch.cuda.CUDAGraph``: those of a whole iteration, of single
+layers, of Transformer Engine and of torch.compile. So its methods tell the observers, and no caller
+has to::
 
     capture_begin -> observer.capture_begun(graph)      content = new(), filled while capturing
     capture_end   -> observer.capture_ended()
@@ -82,12 +83,14 @@ def ignore(observer: GraphObserver) -> None:
 
 
 def _is_ours(method: Callable) -> bool:
-    """Return True if a method is a replacement itself: a wrapper over one has copied its attributes."""
+    """Return True if a method is a replacement itself: a wrapper over one has copied its
+    attributes."""
     return getattr(method, _OURS, None) is getattr(method, "__wrapped__", method)
 
 
 def _replace_methods(graphs: type, observers: list[GraphObserver]) -> None:
-    """Let capture_begin, capture_end and replay of a class tell the observers in a list that may grow."""
+    """Let capture_begin, capture_end and replay of a class tell the observers in a list that may
+    grow."""
     begin = graphs.capture_begin
     end = graphs.capture_end
     replay = graphs.replay

@@ -1,15 +1,17 @@
-"""Walsh-Hadamard transform of a tile of groups, as a product with a matrix of +-1 on the tensor cores.
+"""Walsh-Hadamard transform of a tile of groups, as a product with a matrix of +-1 on the tensor
+cores.
 
-The matrix entries (+-1, or +-1/G for the mean) are exact in bf16 and fp16, products with bf16 or fp16 values
-are exact in the fp32 accumulator, and an fp32 value is the exact sum of three bf16 values. What is left is
-the rounding of fp32 sums, as in a butterfly; sums of integer codes are exact in any order.
+The matrix entries (+-1, or +-1/G for the mean) are exact in bf16 and fp16, products with bf16 or
+fp16 values are exact in the fp32 accumulator, and an fp32 value is the exact sum of three bf16
+values. What is left is the rounding of fp32 sums, as in a butterfly; sums of integer codes are
+exact in any order.
 
 Longer groups than a product (128 points, or 64: Device.point) take butterfly stages on top::
 
     x[R, G]  --to_blocks-->  [R * BLOCKS, POINT]  --product-->  [R * BLOCKS, POINT]  --across_blocks-->  [R, G]
 
-``C`` is a ``Constants`` with R groups a tile, G values a group, POINT points of a product, BLOCKS = G / POINT,
-and INTERPRET.
+``C`` is a ``Constants`` with R groups a tile, G values a group, POINT points of a product, BLOCKS =
+G / POINT, and INTERPRET.
 """
 
 import triton
@@ -58,10 +60,10 @@ def sylvester(C: tl.constexpr, VALUE: tl.constexpr, SHUFFLED: tl.constexpr, dtyp
 def shuffle(x, C: tl.constexpr):
     """Columns of x[R, G] in the order in which the tensor cores' registers hold them.
 
-    Of every 64 columns of an operand or accumulator a thread's registers hold pairs 8 apart: bits 1-2 of the
-    column's number choose the thread. Here bits 4-5 of an element's number become those, so that a thread
-    holds 16 consecutive elements: 16-byte accesses. Permuting bits leaves the parity of i & j alone, so H
-    stays H when its rows and columns are both shuffled.
+    Of every 64 columns of an operand or accumulator a thread's registers hold pairs 8 apart: bits
+    1-2 of the column's number choose the thread. Here bits 4-5 of an element's number become those,
+    so that a thread holds 16 consecutive elements: 16-byte accesses. Permuting bits leaves the
+    parity of i & j alone, so H stays H when its rows and columns are both shuffled.
     """
     if C.POINT >= 64:
         # [.., bits 4-5, bits 1-3, bit 0] of a column's number: the first two change places.
@@ -88,8 +90,8 @@ def upper_half(x):
 def split_bf16(x):
     """Three bf16 tensors whose sum is x (fp32) exactly, the largest first.
 
-    Each takes the upper 8 of the 24 mantissa bits that are left. They are truncated, so that nothing rounds up
-    to infinity.
+    Each takes the upper 8 of the 24 mantissa bits that are left. They are truncated, so that
+    nothing rounds up to infinity.
     """
     high = upper_half(x)
     # Exact: high has the same exponent, and what is left of the mantissa fits.
@@ -103,8 +105,8 @@ def split_bf16(x):
 def to_blocks(x, C: tl.constexpr):
     """x[R, G] as [R * BLOCKS, POINT], a group's blocks in rows 8 and 64 (of 4 blocks) apart.
 
-    An accumulator's rows r and r + 8, and r and r + 64, lie in the same thread, so ``across_blocks`` adds
-    registers of one thread.
+    An accumulator's rows r and r + 8, and r and r + 64, lie in the same thread, so
+    ``across_blocks`` adds registers of one thread.
     """
     LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
@@ -120,7 +122,8 @@ def to_blocks(x, C: tl.constexpr):
 
 @triton.jit
 def across_blocks(h, C: tl.constexpr):
-    """fp32[R, G]: the last butterflies, over the blocks of each group, of rows in the order of to_blocks."""
+    """fp32[R, G]: the last butterflies, over the blocks of each group, of rows in the order of
+    to_blocks."""
     LOW: tl.constexpr = 8 if C.R > 8 else C.R
     if C.BLOCKS == 2:
         # One butterfly: the blocks' sum and difference are the group's first and second half.

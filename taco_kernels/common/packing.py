@@ -1,11 +1,12 @@
 """Integers to the bytes of a wire's planes and back, and rounding to the grids of the formats.
 
-In Triton for the interpreter and for fp8, and in PTX, 16 elements or 32 bits at a time: the compiler takes
-every byte of a register on its own. In PTX a register is four bytes: permutations gather them, and planes are
-put together four bytes at a time.
+In Triton for the interpreter and for fp8, and in PTX, 16 elements or 32 bits at a time: the
+compiler takes every byte of a register on its own. In PTX a register is four bytes: permutations
+gather them, and planes are put together four bytes at a time.
 
-The 16 elements are four quarters w = 2 p + q of four: element 4 w + k is 8 p + 4 q + k, where p chooses the
-half of a byte of a plane of 4 bits, q its word, and k the byte. Their planes, byte 3 on the left::
+The 16 elements are four quarters w = 2 p + q of four: element 4 w + k is 8 p + 4 q + k, where p
+chooses the half of a byte of a plane of 4 bits, q its word, and k the byte. Their planes, byte 3 on
+the left::
 
     plane of 4 bits,      byte         3        2        1        0
     word q = 0, 1         bits 7-4  8+4q+3   8+4q+2   8+4q+1   8+4q       p = 1
@@ -19,20 +20,22 @@ half of a byte of a plane of 4 bits, q its word, and k the byte. Their planes, b
     plane of 1 bit,       bit 2 w + 1                   4w+3   4w+2
     two bytes (int5)      bit 2 w                       4w+1     4w       w = 0 .. 3
 
-A plane of 8 bits has its elements in order. To decode, a byte, the code plus 2^(bits - 1), is set into the low
-mantissa bits of 1024 (fp16) or 2^23 (fp32), and what is too much is subtracted. ``bend`` makes the values
+A plane of 8 bits has its elements in order. To decode, a byte, the code plus 2^(bits - 1), is set
+into the low mantissa bits of 1024 (fp16) or 2^23 (fp32), and what is too much is subtracted.
+``bend`` makes the values
 u (|u| + 2 bend + 1) of codes u (taco/reference.py).
 
-``C`` is a ``Constants`` with at least R groups a tile, G values a group, BITS a code, FORMAT, INTERPRET and ROW
-(0, or the groups of a chunk where a tile holds several whole chunks). ``wire`` points to a chunk, ``plane`` to
-one of its planes; ``first`` is the tile's first group, int32, and ``groups`` the number of groups of the chunk
-(with ROW of all chunks up to the tile's last).
+``C`` is a ``Constants`` with at least R groups a tile, G values a group, BITS a code, FORMAT,
+INTERPRET and ROW (0, or the groups of a chunk where a tile holds several whole chunks). ``wire``
+points to a chunk, ``plane`` to one of its planes; ``first`` is the tile's first group, int32, and
+``groups`` the number of groups of the chunk (with ROW of all chunks up to the tile's last).
 """
 
 import triton
 import triton.language as tl
 
-# fp32 with this much added, 1.5 * 2^23, keeps an integer in its low mantissa bits, rounded half to even.
+# fp32 with this much added, 1.5 * 2^23, keeps an integer in its low mantissa bits, rounded half to
+# even.
 MAGIC = tl.constexpr(12582912.0)
 
 # Tables of PTX's lop3: the bits of a result by those of its three operands a, b, c.
@@ -46,8 +49,8 @@ MASKED_OR = 0xEA  # (a and b) or c
 def fp8_codes(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
     """int32 codes of |v| <= qmax in integer arithmetic: n steps of the binade that |v| lies in.
 
-    Codes are consecutive integers, so n adds to the binade's first code also where it carries into the next
-    one or where the number is subnormal (as in reference.round_to_grid).
+    Codes are consecutive integers, so n adds to the binade's first code also where it carries into
+    the next one or where the number is subnormal (as in reference.round_to_grid).
 
     Args:
         v: fp32.
@@ -68,7 +71,8 @@ def fp8_codes(v, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 def converted_to_fp8(v, FORMAT: tl.constexpr):
     """uint8 codes of fp32 v by PTX's conversion, four values at a time.
 
-    On sm_89 Triton 3.6 takes fp16 on the way, towards zero: one code in 256 of e4m3 is then not the nearest.
+    On sm_89 Triton 3.6 takes fp16 on the way, towards zero: one code in 256 of e4m3 is then not the
+    nearest.
     """
     types: tl.constexpr = "e4m3x2" if FORMAT == "fp8-e4m3" else "e5m2x2"
     convert: tl.constexpr = "cvt.rn.satfinite." + types + ".f32 "
@@ -105,9 +109,11 @@ def nearest_fp8(v, C: tl.constexpr):
 
 @triton.jit
 def fixed_point(h, inverse, C: tl.constexpr):
-    """int32[R, G]: codes of h * inverse in an integer format, in the lowest byte; other bits mean nothing.
+    """int32[R, G]: codes of h * inverse in an integer format, in the lowest byte; other bits mean
+    nothing.
 
-    A code is the product plus 2^(BITS - 1), plus nothing for int8. Nothing can saturate: the product is from
+    A code is the product plus 2^(BITS - 1), plus nothing for int8. Nothing can saturate: the
+    product is from
     -2^(BITS - 1) to qmax, up to its rounding (reference.round_to_grid).
 
     Args:
@@ -181,8 +187,8 @@ def after_plane(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
     Args:
         wire: pointer to the chunk.
         BYTES: of each group that lie before.
-        groups: of the chunk, or with C.ROW those up to the tile's last, which begins with a chunk; chunks then
-            have C.ROW groups each and lie C.STRIDE bytes apart.
+        groups: of the chunk, or with C.ROW those up to the tile's last, which begins with a chunk;
+            chunks then have C.ROW groups each and lie C.STRIDE bytes apart.
         C: constants of the tile.
     """
     if C.ROW:
@@ -194,7 +200,8 @@ def after_plane(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
 
 @triton.jit
 def across_chunks(first, N: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
-    """int64[R * N]: offsets of the units of a tile that holds several whole chunks (C.ROW), in units.
+    """int64[R * N]: offsets of the units of a tile that holds several whole chunks (C.ROW), in
+    units.
 
     Args:
         first: the tile's first group.
@@ -233,7 +240,8 @@ def unit_pointers(plane, first, P: tl.constexpr, dtype: tl.constexpr, C: tl.cons
 def units_left(first, groups, N: tl.constexpr, C: tl.constexpr):
     """int32: units from group ``first`` to the last one, but no more than a tile has.
 
-    The product is of at most R groups. Of all that are left, 2^24 and more of 128 bytes, it would pass 2^31.
+    The product is of at most R groups. Of all that are left, 2^24 and more of 128 bytes, it would
+    pass 2^31.
 
     Args:
         first: the tile's first group.
@@ -390,7 +398,8 @@ def load_codes(wire, first, groups, C: tl.constexpr):
 
 @triton.constexpr_function
 def repeated(dtype, count):
-    """Return the dtypes of ``count`` results. From Triton 3.8 on a kernel cannot put them together itself."""
+    """Return the dtypes of ``count`` results. From Triton 3.8 on a kernel cannot put them together
+    itself."""
     return (dtype,) * count
 
 
@@ -416,8 +425,8 @@ def constraints(outputs, results, inputs):
 def packing_assembly(bits):
     """Return PTX from 16 numbers to the bytes of all planes of 4, 5 or 6 bits.
 
-    The lowest byte of a number is its code. Registers: $0, $1 get the words of the plane of 4 bits, $2 the
-    other plane; the numbers follow. c0 .. c3 are the quarters, a code a byte.
+    The lowest byte of a number is its code. Registers: $0, $1 get the words of the plane of 4 bits,
+    $2 the other plane; the numbers follow. c0 .. c3 are the quarters, a code a byte.
     """
     outputs = words_of(bits)
     lines = ["{", ".reg .b32 t, u, c0, c1, c2, c3;"]
@@ -586,9 +595,9 @@ def two_halves(number):
 def unpacking_assembly(bits, bend=0):
     """Return PTX from the planes of 16 codes to 16 fp16 numbers.
 
-    Registers: $0 .. $15 get the numbers. With 8 bits $16 .. $19 are the quarters; else $16 and $17 are the
-    words of the plane of 4 bits, and $18 is the other plane. A number is the code plus ``halves_offset``, or
-    with ``bend`` the value of the quadratic grid.
+    Registers: $0 .. $15 get the numbers. With 8 bits $16 .. $19 are the quarters; else $16 and $17
+    are the words of the plane of 4 bits, and $18 is the other plane. A number is the code plus
+    ``halves_offset``, or with ``bend`` the value of the quadratic grid.
     """
     lines = ["{", ".reg .b32 t, u, v, ones;", f"mov.b32 ones, {0x64646464};"]
     if bend:
@@ -620,7 +629,8 @@ def unpacking_assembly(bits, bend=0):
                 else:
                     lines.append(f"shr.u32 u, v, {-shift};")
                 lines.append(f"lop3.b32 t, u, {high_bits << 4}, t, {MASKED_OR};")
-            # Two bytes become the low bytes of two halves whose high bytes are 0x64: 1024 plus each.
+            # Two bytes become the low bytes of two halves whose high bytes are 0x64: 1024 plus
+            # each.
             for pair, order in enumerate(("0x5140", "0x7362")):
                 lines.append(f"prmt.b32 u, t, ones, {order};")
                 if bend:
@@ -661,8 +671,8 @@ def load_words(plane, first, groups, P: tl.constexpr, dtype: tl.constexpr, C: tl
 def load_halves(wire, first, groups, C: tl.constexpr):
     """fp16[R, G]: integers for the codes of a tile's groups, too large by ``halves_offset``.
 
-    The offset is cheaper subtracted after the Hadamard transform: that of a constant is zero but in its first
-    element. Not interpretable.
+    The offset is cheaper subtracted after the Hadamard transform: that of a constant is zero but in
+    its first element. Not interpretable.
 
     Args:
         wire: pointer to the chunk.
@@ -727,8 +737,8 @@ def load_code_words(wire, first, groups, C: tl.constexpr):
         high = low_nibbles(nibbles >> 4, C)
         plane = after_plane(wire, C.G // 2, groups, C)
         q = tl.arange(0, 2)[None, None, :]
-        # The bits above 4 of quarter w lie in bits 2 w and 2 w + 1 of byte k: shifted by 2 q, those of
-        # quarter q are the lowest, and those of quarter 2 + q bits 4 and 5, where they belong.
+        # The bits above 4 of quarter w lie in bits 2 w and 2 w + 1 of byte k: shifted by 2 q, those
+        # of quarter q are the lowest, and those of quarter 2 + q bits 4 and 5, where they belong.
         if C.BITS == 6:
             more = load_words(plane, first, groups, C.G // 4, tl.int32, C) >> (2 * q)
             low = low | ((more & 0x03030303) << 4)
@@ -744,10 +754,11 @@ def load_code_words(wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def magic_bits(groups):
-    """int32: the bits of 2^23 in fp32, in a form that the compiler cannot fold (``groups`` is not negative).
+    """int32: the bits of 2^23 in fp32, in a form that the compiler cannot fold (``groups`` is not
+    negative).
 
-    Known, they would be an immediate operand, of which an instruction takes only one: masking a byte and
-    setting it into them would be two instructions.
+    Known, they would be an immediate operand, of which an instruction takes only one: masking a
+    byte and setting it into them would be two instructions.
     """
     return 0x4B000000 | (groups >> 31)
 
@@ -772,7 +783,8 @@ def code_under(word, magic, MASK: tl.constexpr, UNIT: tl.constexpr, C: tl.conste
 def add_products(t0, t1, t2, t3, words, step, magic, C: tl.constexpr):
     """t_k + q_k * step for the four codes of each word, each rounded once; four fp32[R, G / 4].
 
-    Every second code stays where it is in its word, is 256 times too large, and so takes step / 256.
+    Every second code stays where it is in its word, is 256 times too large, and so takes step /
+    256.
 
     Args:
         t0, t1, t2, t3: fp32[R, G / 4], sums so far of every fourth element.

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 
 EXPONENT_FLOOR = 32
-"""Smallest row exponent (biased as in fp32) that is told from smaller ones: rows below 2^-94 share a grid."""
+"""Smallest row exponent (biased as in fp32) that is told from smaller ones: rows below 2^-94 share
+a grid."""
 NON_FINITE = 255
 """Row exponent of a row with a NaN or an infinity: all of it decodes to NaN."""
 
@@ -19,7 +20,8 @@ def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def threshold_bits(thresholds: torch.Tensor) -> torch.Tensor:
-    """Return int32 magnitude bits of fp32 thresholds >= 0; at least 1, so that zeros are never sent."""
+    """Return int32 magnitude bits of fp32 thresholds >= 0; at least 1, so that zeros are never
+    sent."""
     return magnitude_bits(thresholds).clamp(min=1)
 
 
@@ -40,13 +42,14 @@ def bitmap_words(bits: torch.Tensor) -> torch.Tensor:
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """Return the Walsh-Hadamard transform of the last dimension, in Sylvester order.
 
-    It is not normalised: output j is the sum of (-1)^popcount(i & j) x_i. The last dimension is a power of
-    two. Butterflies of distance 1, 2, 4, ... decide the order of the fp32 additions, and so the bits.
+    It is not normalised: output j is the sum of (-1)^popcount(i & j) x_i. The last dimension is a
+    power of two. Butterflies of distance 1, 2, 4, ... decide the order of the fp32 additions, and
+    so the bits.
     """
     stages = x.shape[-1].bit_length() - 1
     for _ in range(stages):
-        # Pairs of neighbours become sums in the first half and differences in the second: each stage turns
-        # the index's bits by one place, and after all stages they are where they were.
+        # Pairs of neighbours become sums in the first half and differences in the second: each
+        # stage turns the index's bits by one place, and after all stages they are where they were.
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
         x = torch.cat((first + second, first - second), -1)
     return x
@@ -60,8 +63,8 @@ def round_to_integers(h: torch.Tensor, inverse: torch.Tensor, bits: int) -> torc
     Args:
         h: fp32 values.
         inverse: fp32 reciprocals of their steps, broadcast to h.
-        bits: of a code, which goes from -2^(bits - 1) to 2^(bits - 1) - 1. 8 bits are stored in two's
-            complement, fewer plus 2^(bits - 1).
+        bits: of a code, which goes from -2^(bits - 1) to 2^(bits - 1) - 1. 8 bits are stored in
+            two's complement, fewer plus 2^(bits - 1).
     """
     half = 2 ** (bits - 1)
     # The clamp at twice the range changes no code: it keeps infinities away from the conversion.
@@ -82,8 +85,9 @@ def integer_values(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def pack(codes: torch.Tensor, planes: Sequence[int]) -> list[torch.Tensor]:
     """Return planes uint8[rows, n * b / 8] of codes uint8[rows, n], n a multiple of 16.
 
-    ``planes`` are the bits ``b`` of each plane, that of a code's low bits first. In a plane of b bits 16 codes
-    fill 2b bytes, byte j of them carrying elements j, j + 2b, j + 4b, ..., the first in its low bits::
+    ``planes`` are the bits ``b`` of each plane, that of a code's low bits first. In a plane of b
+    bits 16 codes fill 2b bytes, byte j of them carrying elements j, j + 2b, j + 4b, ..., the first
+    in its low bits::
 
         b = 4:  byte j = element j + 8 | element j              8 bytes
         b = 2:  byte j = j + 12 | j + 8 | j + 4 | j             4 bytes

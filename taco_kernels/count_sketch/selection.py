@@ -1,10 +1,11 @@
-"""Which values to send: a threshold a shard, chosen on the device, that the union of the senders can afford.
+"""Which values to send: a threshold a shard, chosen on the device, that the union of the senders
+can afford.
 
-How much larger the union of W senders' largest values is than each sender's share depends on how alike they
-are (TAGC, arXiv 2504.05638). Each sender therefore puts a sample of its values into classes of magnitude
-(``candidates``); the maximum of the classes over the senders tells how large the union of every choice would
-be, and all take the largest share whose union fits the sketch (``choose``). No synchronisation with the host,
-the same on every device.
+How much larger the union of W senders' largest values is than each sender's share depends on how
+alike they are (TAGC, arXiv 2504.05638). Each sender therefore puts a sample of its values into
+classes of magnitude (``candidates``); the maximum of the classes over the senders tells how large
+the union of every choice would be, and all take the largest share whose union fits the sketch
+(``choose``). No synchronisation with the host, the same on every device.
 
 ::
 
@@ -37,7 +38,8 @@ def sample_count(numel: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def sample_positions(numel: int, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 ``[count]``: a position in each of ``count`` equal strata, scattered to avoid any period.
+    """int64 ``[count]``: a position in each of ``count`` equal strata, scattered to avoid any
+    period.
 
     Args:
         numel: values in the shard.
@@ -66,7 +68,8 @@ def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor
     """Thresholds that keep candidate shares, up to ``keep``, of the rows of x fp32 ``[S, numel]``.
 
     Returns:
-        fp32 ``[S, CLASSES]``, falling; uint8 ``[S, samples]``: how many of them each sampled value reaches.
+        fp32 ``[S, CLASSES]``, falling; uint8 ``[S, samples]``: how many of them each sampled value
+        reaches.
     """
     numel = x.shape[1]
     sample = x[:, sample_positions(numel, sample_count(numel), x.device)].abs()
@@ -80,7 +83,8 @@ def candidates(x: torch.Tensor, keep: float) -> tuple[torch.Tensor, torch.Tensor
 def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float) -> torch.Tensor:
     """Choose the largest candidate share whose union stays below ``density``.
 
-    CONFIDENCE standard deviations of the sampling are kept to spare; if no candidate fits, it is the smallest.
+    CONFIDENCE standard deviations of the sampling are kept to spare; if no candidate fits, it is
+    the smallest.
 
     Args:
         thresholds: fp32 ``[S, CLASSES]``, of ``candidates``.
@@ -103,10 +107,11 @@ def choose(thresholds: torch.Tensor, union_classes: torch.Tensor, density: float
 
 
 def share_threshold(x: torch.Tensor, share: float) -> torch.Tensor:
-    """The magnitude that the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a little fewer.
+    """The magnitude that the largest ``share`` of a row of x fp32 ``[S, numel]`` reaches, or a
+    little fewer.
 
-    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is everything. NaN
-    counts as larger than infinity.
+    From a sample, CONFIDENCE standard deviations on the safe side; exact where the sample is
+    everything. NaN counts as larger than infinity.
 
     Returns:
         fp32 ``[S]``.

@@ -1,25 +1,26 @@
 """Sketches that add up without being decoded and decode without loss (LHC, arXiv 2402.07529).
 
-A shard of ``numel`` values is rows of ``width`` consecutive values. Row r belongs to block ``r % blocks``
-(interleaved, so that regions of different density mix). A block has three subtables of ``third`` sketch rows;
-element (r, c) is added, with a random sign each, to one cell of every subtable: sketch row h_j(r), column ``c
-^ mask_j(r)``::
+A shard of ``numel`` values is rows of ``width`` consecutive values. Row r belongs to block ``r %
+blocks`` (interleaved, so that regions of different density mix). A block has three subtables of
+``third`` sketch rows; element (r, c) is added, with a random sign each, to one cell of every
+subtable: sketch row h_j(r), column ``c ^ mask_j(r)``::
 
     shard               sketch of a block
     row r   ..e.. --->  subtable 0, sketch row h_0(r)   ....+e..    column c ^ mask_0(r)
                         subtable 1, sketch row h_1(r)   .-e.....    column c ^ mask_1(r)
                         subtable 2, sketch row h_2(r)   ...+e...    column c ^ mask_2(r)
 
-The masks spread what lies in one column of a weight matrix (an outlier channel) over all columns. Decoding
-peels: a cell to which one member was added gives its value; the member is taken out of its two other cells,
-which may leave those with one member, and so on.
+The masks spread what lies in one column of a weight matrix (an outlier channel) over all columns.
+Decoding peels: a cell to which one member was added gives its value; the member is taken out of its
+two other cells, which may leave those with one member, and so on.
 
 The wire of a shard, padded with zeros to a multiple of 64 bytes::
 
     cells, blocks * 3 * third * width integers | bitmap, one bit a value, 32 values an int32 word
 
-The original rounds in fp32; here values lie on a power-of-two grid a row and cells are sums modulo 2^32 (or
-2^16). Peeling, which subtracts, therefore leaves no rounding, and no result depends on an order.
+The original rounds in fp32; here values lie on a power-of-two grid a row and cells are sums modulo
+2^32 (or 2^16). Peeling, which subtracts, therefore leaves no rounding, and no result depends on an
+order.
 """
 
 import functools
@@ -53,7 +54,8 @@ MAX_SENDERS = 1024
 MAX_MANTISSA = 22
 """Most bits of a value on the grid."""
 EXACT_LOAD = 0.77
-"""Members a cell up to which peeling recovers everything: 0.818 for endless sketches, less what chance needs
+"""Members a cell up to which peeling recovers everything: 0.818 for endless sketches, less what
+chance needs
 where a block's 32 columns, which decode by themselves, have 1024 to 2048 rows."""
 COUNT_SHIFT = 20
 """A cell's key is ``members << 20`` plus the sum of its members' numbers in the block."""
@@ -74,7 +76,8 @@ class SketchConfig:
     ratio: float = 4.0
     """Values a cell: the sketch has ``numel / ratio`` cells (rounded up to whole rows)."""
     cell_bits: int = 32
-    """Bits of a cell, 32 or 16: 16 halves the sketch and leaves a value 15 bits less log2 of the senders."""
+    """Bits of a cell, 32 or 16: 16 halves the sketch and leaves a value 15 bits less log2 of the
+    senders."""
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.ratio <= 64:
@@ -84,7 +87,8 @@ class SketchConfig:
     def mantissa(self, senders: int) -> int:
         """Bits of a value on the grid below the largest of its row.
 
-        Sums of ``senders`` values stay below 2^24 grid steps, where fp32 is exact, and in a cell's range.
+        Sums of ``senders`` values stay below 2^24 grid steps, where fp32 is exact, and in a cell's
+        range.
 
         Raises:
             ValueError: there are fewer than 1 or more than 1024 senders.
@@ -121,7 +125,8 @@ class SketchLayout:
 
     @cached_property
     def third(self) -> int:
-        """Sketch rows of a subtable; row h of subtable j of a block is ``(block * 3 + j) * third + h``."""
+        """Sketch rows of a subtable; row h of subtable j of a block is ``(block * 3 + j) * third +
+        h``."""
         return math.ceil(ceil_div(self.rows, self.blocks) / (3 * self.config.ratio))
 
     @cached_property
@@ -151,11 +156,13 @@ class Decoded(NamedTuple):
     values: torch.Tensor
     """fp32[numel]: the sum."""
     counters: torch.Tensor
-    """int32[2]: values in the union of the senders' bitmaps; leftovers, whose value is an estimate."""
+    """int32[2]: values in the union of the senders' bitmaps; leftovers, whose value is an estimate.
+    """
 
 
 def _multiply(constant: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of constant * x for x int64 in [0, 2^32); 16 bits at a time to avoid wrapping."""
+    """High and low 32 bits of constant * x for x int64 in [0, 2^32); 16 bits at a time to avoid
+    wrapping."""
     low = (constant & 0xFFFF) * x
     high = (constant >> 16) * x + (low >> 16)
     return high >> 16, (high << 16 & _WORD) | (low & 0xFFFF)
@@ -211,16 +218,18 @@ class RowHashes(NamedTuple):
 def row_hashes(layout: SketchLayout, seed: int, device: torch.device | str = "cpu") -> RowHashes:
     """Where rows go, the same on every rank and never sent.
 
-    Row r is number i = r // blocks of its block. i, written as three digits to the base ``third``, goes
-    through a Feistel network: in round k digit k % 3 moves, modulo ``third``, by word * third >> 32, the word
-    being the first of the Philox block with counter (d * third + e, block, STREAM + 1 + k, 0) and key
-    ``seed``, and d and e the two digits that follow, cyclically. Digit j of the result is the row in subtable
-    j. The network is one to one: no two rows of a block have all three sketch rows alike (while there are
-    third^3 of them), and their elements can be distinguished.
+    Row r is number i = r // blocks of its block. i, written as three digits to the base ``third``,
+    goes through a Feistel network: in round k digit k % 3 moves, modulo ``third``, by word * third
+    >> 32, the word being the first of the Philox block with counter (d * third + e, block, STREAM +
+    1 + k, 0) and key ``seed``, and d and e the two digits that follow, cyclically. Digit j of the
+    result is the row in subtable j. The network is one to one: no two rows of a block have all
+    three sketch rows alike (while there are third^3 of them), and their elements can be
+    distinguished.
 
-    Masks and signs are bits of the fourth word of the Philox block (r, 0, STREAM, 0): those below ``width``
-    are the mask of subtable 0, bits 10-14 and 15-19 what subtables 1 and 2 xor onto that, and bit 20 + j is
-    the sign in subtable j (set: minus). An element's three columns lie in the same 32.
+    Masks and signs are bits of the fourth word of the Philox block (r, 0, STREAM, 0): those below
+    ``width`` are the mask of subtable 0, bits 10-14 and 15-19 what subtables 1 and 2 xor onto that,
+    and bit 20 + j is the sign in subtable j (set: minus). An element's three columns lie in the
+    same 32.
 
     Args:
         layout: of the shard.
@@ -260,7 +269,8 @@ def _as_rows(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
 
 
 def row_exponents(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
-    """Biased fp32 exponents of the largest magnitudes of rows of x fp32 ``[S, numel]``: uint8 ``[S, rows]``.
+    """Biased fp32 exponents of the largest magnitudes of rows of x fp32 ``[S, numel]``: uint8 ``[S,
+    rows]``.
 
     0 for zeros, 255 where a NaN or an infinity is. All senders encode with the maximum of theirs.
     """
@@ -269,7 +279,8 @@ def row_exponents(x: torch.Tensor, layout: SketchLayout) -> torch.Tensor:
 
 
 def grid_steps(exponents: torch.Tensor, mantissa: int) -> torch.Tensor:
-    """fp32 grid step of rows with these uint8 exponents: 2^(exponent - 126 - mantissa); NaN for 255."""
+    """fp32 grid step of rows with these uint8 exponents: 2^(exponent - 126 - mantissa); NaN for
+    255."""
     e = exponents.int()
     steps = power_of_two(e.clamp(min=EXPONENT_FLOOR) + 1 - mantissa)
     return steps.masked_fill(e == NON_FINITE, torch.nan)
@@ -284,7 +295,8 @@ def encode(
     seed: int,
     remainder: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sketches uint8 ``[S, wire_bytes]`` of the values of x fp32 ``[S, numel]`` that reach ``thresholds``.
+    """Sketches uint8 ``[S, wire_bytes]`` of the values of x fp32 ``[S, numel]`` that reach
+    ``thresholds``.
 
     q = rint(x / step), step of the row's exponent, |q| < 2^mantissa. A value with q = 0 is not sent, nor is
     any of a row with exponent 255.
@@ -331,8 +343,8 @@ def combine(wires: torch.Tensor, layout: SketchLayout) -> tuple[torch.Tensor, to
     """Add the cells of ``wires`` uint8 ``[W, wire_bytes]`` and OR their bitmaps.
 
     Returns:
-        Cells int32 ``[cells]`` (modulo 2^32; of 16-bit wires the low 16 bits mean something) and words int32
-        ``[words]``.
+        Cells int32 ``[cells]`` (modulo 2^32; of 16-bit wires the low 16 bits mean something) and
+        words int32 ``[words]``.
     """
     check_tensor("wires", wires, torch.uint8, (None, layout.wire_bytes))
     dtype = torch.int32 if layout.config.cell_bits == 32 else torch.int16
@@ -379,12 +391,12 @@ def decode(
 ) -> Decoded:
     """Peel the sum of sketches.
 
-    A cell with one remaining member gives that member's value; the member is subtracted from its other cells.
-    When no such cell is left, what remains (none, while the union's density is below about 0.77 / ratio) gets
-    the median of its three signed cells. Waits for the host once a round.
+    A cell with one remaining member gives that member's value; the member is subtracted from its
+    other cells. When no such cell is left, what remains (none, while the union's density is below
+    about 0.77 / ratio) gets the median of its three signed cells. Waits for the host once a round.
 
-    To tell members apart a cell has a key: their count, and the sum of their numbers in the block. It is
-    computed here from the bitmaps, which are sent, and peeled with the cell.
+    To tell members apart a cell has a key: their count, and the sum of their numbers in the block.
+    It is computed here from the bitmaps, which are sent, and peeled with the cell.
 
     Args:
         cells: int32 ``[cells]``, of ``combine``.
@@ -431,7 +443,8 @@ def decode(
             _add(keys, member_cells, -(number + (1 << COUNT_SHIFT))[:, None])
             _add(cells, member_cells, -value[:, None] * hashes.signs[row])
 
-    # What could not be peeled: an estimate from each of its cells, in which other members are noise.
+    # What could not be peeled: an estimate from each of its cells, in which other members are
+    # noise.
     row, column = unknown.nonzero(as_tuple=True)
     estimates = cells[hashes.cells_of(row, column, width)] * hashes.signs[row]
     if layout.config.cell_bits == 16:

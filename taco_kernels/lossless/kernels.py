@@ -1,15 +1,18 @@
-"""Triton kernels of the lossless layout (reference.py has the bytes): a program has a tile, a thread a group.
+"""Triton kernels of the lossless layout (reference.py has the bytes): a program has a tile, a
+thread a group.
 
-A group is 8 values, v0 to v7, held as 4 int32 words of two 16-bit halves, the first value in the lower bits.
-Of fp32 these are the upper halves, which are bf16 values; the lower halves are four more words::
+A group is 8 values, v0 to v7, held as 4 int32 words of two 16-bit halves, the first value in the
+lower bits. Of fp32 these are the upper halves, which are bf16 values; the lower halves are four
+more words::
 
     word 0: v0 v1    word 1: v2 v3    word 2: v4 v5    word 3: v6 v7
 
     a half:  15   14 ... 7   6 ... 0
              sign exponent   mantissa
 
-Exponents, distances and codes are computed four at a time, as the bytes of an int32. A group is two such quads;
-the order of the bytes is what masks and shifts of two words give without moving single values::
+Exponents, distances and codes are computed four at a time, as the bytes of an int32. A group is two
+such quads; the order of the bytes is what masks and shifts of two words give without moving single
+values::
 
                   byte 0    byte 1    byte 2    byte 3
     quad a        v0        v2        v1        v3          from words 0 and 1
@@ -24,8 +27,8 @@ What becomes of a group's bits::
                    byte i of quad b is; so v0, v4, v2, v6, v1, v5, v3, v7
     lower halves   16 bytes of fp32, in the order of the values
 
-A group's first two escapes are encoded without looking how many it has; a tile in which a group has more
-loops. Suffixes _a and _b stand for the quads.
+A group's first two escapes are encoded without looking how many it has; a tile in which a group has
+more loops. Suffixes _a and _b stand for the quads.
 """
 
 from typing import NamedTuple
@@ -43,7 +46,8 @@ BLOCK_GROUPS = tl.constexpr(reference.GROUPS)
 
 # One sum over a tile carries three counts. A tile has at most 2048 escapes, in 256 groups.
 FAR = tl.constexpr(1 << 12)
-"""Bits 12 to 20: groups whose first two escapes do not both fit 4 bits; bits 0 to 11 count the escapes."""
+"""Bits 12 to 20: groups whose first two escapes do not both fit 4 bits; bits 0 to 11 count the
+escapes."""
 MANY = tl.constexpr(1 << 21)
 """Bits 21 and up: groups of more than two escapes."""
 
@@ -58,8 +62,9 @@ UPPER_HALF = tl.constexpr(-65536)  # 0xFFFF0000
 EXPONENT_LOWEST_BITS = tl.constexpr(0x00800080)
 """The lowest bit of the exponent in each half."""
 
-# The codes of byte 3, 6 bits, are multiplied with SPREADING to lie thrice in the product, two bits further
-# to the left in each byte; SPREAD keeps bits 6 and 7 of bytes 0 to 2, which are the three different pairs.
+# The codes of byte 3, 6 bits, are multiplied with SPREADING to lie thrice in the product, two bits
+# further to the left in each byte; SPREAD keeps bits 6 and 7 of bytes 0 to 2, which are the three
+# different pairs.
 SIX = tl.constexpr(0x003F3F3F)
 SPREAD = tl.constexpr(0x00C0C0C0)
 SPREADING = tl.constexpr((1 << 6) + (1 << 12) + (1 << 18))
@@ -93,7 +98,8 @@ def store_where(pointers, value, mask, FULL_TILES: tl.constexpr):
 
 @triton.jit
 def load_where(pointers, mask, FULL_TILES: tl.constexpr):
-    """Load under the mask, zeros elsewhere; or everything if FULL_TILES, where all of the mask would be set.
+    """Load under the mask, zeros elsewhere; or everything if FULL_TILES, where all of the mask
+    would be set.
 
     Args:
         pointers: where from.
@@ -115,7 +121,8 @@ def load_values(x, values_left, FP32: tl.constexpr, FULL_TILES: tl.constexpr, G:
         values_left: values from there to the row's end; zeros are loaded beyond.
 
     Returns:
-        Four int32[G] of the values' upper halves, and four of fp32's lower halves; of bf16 the same again.
+        Four int32[G] of the values' upper halves, and four of fp32's lower halves; of bf16 the same
+        again.
     """
     if FP32:
         index = tl.arange(0, G * GROUP)
@@ -166,8 +173,8 @@ def exponent_bytes(u, v):
 def values_of(mantissas, exponents):
     """Two words of two halves: the inverse of ``mantissa_bytes`` and ``exponent_bytes``.
 
-    In a half, s mmmmmmm must become s 00000000 mmmmmmm: a set sign, 0x80, needs 0x7F80 = 255 * 0x80 more.
-    The exponent is added 7 bits higher, which is a product with 128.
+    In a half, s mmmmmmm must become s 00000000 mmmmmmm: a set sign, 0x80, needs 0x7F80 = 255 * 0x80
+    more. The exponent is added 7 bits higher, which is a product with 128.
     """
     even = mantissas & EVEN_BYTES
     odd = (mantissas >> 8) & EVEN_BYTES
@@ -188,8 +195,8 @@ def larger_of(u):
 def bases_of(words, G: tl.constexpr):
     """int32[G / 16]: each block's base, from the four words of G groups.
 
-    It is the smaller of the largest exponents of the block's even and odd groups, so that one outlier does
-    not decide it.
+    It is the smaller of the largest exponents of the block's even and odd groups, so that one
+    outlier does not decide it.
     """
     w0, w1, w2, w3 = words
     first = tl.maximum(larger_of(w0), larger_of(w1))
@@ -211,8 +218,8 @@ def of_groups(bases, G: tl.constexpr):
 def distances_of(bases, exponents):
     """Bytes: how far four exponents lie below their base, modulo 256.
 
-    A difference of bytes without borrows between them: the 8th bits are left out of the subtraction (of the
-    base they are set, so that no byte borrows) and put right by xor.
+    A difference of bytes without borrows between them: the 8th bits are left out of the subtraction
+    (of the base they are set, so that no byte borrows) and put right by xor.
     """
     difference = (bases | HIGH_BITS) - (exponents & LOW_BITS)
     return difference ^ ((bases ^ ~exponents) & HIGH_BITS)
@@ -276,7 +283,8 @@ def byte_at(bit, quad_a, quad_b):
 
 @triton.jit
 def near_value(distance, base):
-    """The 4 bits of an escape, and whether it has such a value; true for a distance of 0, which is none.
+    """The 4 bits of an escape, and whether it has such a value; true for a distance of 0, which is
+    none.
 
     ::
 
@@ -303,7 +311,8 @@ def exponent_of_value(value, base, far):
 
 @triton.jit
 def put_escape(area, bit, value, mask):
-    """Set the bits of an escape. The words hold zeros before, and neighbours share a word: hence atomics.
+    """Set the bits of an escape. The words hold zeros before, and neighbours share a word: hence
+    atomics.
 
     Args:
         area: pointer to the tile's first int32 word of escapes.
@@ -328,7 +337,8 @@ def with_far_escapes(far, mask, distances_a, distances_b, base, rounds):
     """
     for _ in tl.range(2, rounds):
         later = mask & (mask - 1)  # without its lowest bit
-        # By its index: a name `_` would be the loop's own variable, of which Triton 3.5 keeps the type.
+        # By its index: a name `_` would be the loop's own variable, of which Triton 3.5 keeps the
+        # type.
         near = near_value(byte_at(mask ^ later, distances_a, distances_b), base)[1]
         far += tl.sum((near == 0).to(tl.int32), axis=0)
         mask = later
@@ -342,8 +352,9 @@ def encode_kernel(
 ):  # fmt: skip
     """Encode one tile of one row; grid (tiles, rows). The header must hold zeros before.
 
-    Tiles take their words of escapes in the order in which they come: one atomic addition to the header's
-    count allots them. So payloads may differ between runs, and what they decode to does not.
+    Tiles take their words of escapes in the order in which they come: one atomic addition to the
+    header's count allots them. So payloads may differ between runs, and what they decode to does
+    not.
 
     Args:
         x: int16 (bf16) or int32 (fp32) bits [rows, values].
@@ -457,7 +468,8 @@ def escape_over_base(escapes, bit, mask, base):
         base: of each group.
     """
     word = bit >> 5
-    # A payload that did not overflow never reaches beyond the area; a damaged one must not read beyond it.
+    # A payload that did not overflow never reaches beyond the area; a damaged one must not read
+    # beyond it.
     bits = tl.load(escapes.area + word, mask=mask & (word < escapes.free), other=0)
     value = (bits >> (bit & 31)) & tl.where(escapes.far != 0, 255, 15)
     return (exponent_of_value(value, base, escapes.far) ^ base) & 255
@@ -467,7 +479,8 @@ def escape_over_base(escapes, bit, mask, base):
 def decoded_words(
     payload, tile, sizes, offsets, FP32: tl.constexpr, FULL_TILES: tl.constexpr, TILE: tl.constexpr
 ):
-    """The two results of ``load_values`` for a tile of the tensor; zeros where the payload overflowed.
+    """The two results of ``load_values`` for a tile of the tensor; zeros where the payload
+    overflowed.
 
     Args:
         payload: pointer to the row's payload.
@@ -510,7 +523,8 @@ def decoded_words(
     mask = escapes_a + escapes_b * 2
     count = sum_of_bytes(escapes_a + escapes_b)
 
-    # Every group's first escape, then every group's second one, and so on: a byte is corrected by xor.
+    # Every group's first escape, then every group's second one, and so on: a byte is corrected by
+    # xor.
     far = start & 1
     width = 4 + 4 * far
     area = (payload + HEADER).to(tl.pointer_type(tl.int32)) + (start >> 1)
@@ -631,7 +645,8 @@ def decode_sum_kernel(
     payload, out, sizes, offsets, sender_stride, payload_stride, out_stride, senders, scale,
     FP32: tl.constexpr, FULL_TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """out = scale times the sum over the senders, in their order, of one tile of one row; grid (tiles, rows).
+    """out = scale times the sum over the senders, in their order, of one tile of one row; grid
+    (tiles, rows).
 
     Args:
         payload: uint8 [senders, rows, payload_bytes].

@@ -1,7 +1,7 @@
 """Launching the lossless kernels. Same signatures as reference.py.
 
-Programs write their escapes in the order in which they reach the area, so the bytes of a payload may differ
-from the reference's and between runs; what they decode to does not.
+Programs write their escapes in the order in which they reach the area, so the bytes of a payload
+may differ from the reference's and between runs; what they decode to does not.
 """
 
 import torch
@@ -106,7 +106,8 @@ def _start(
     fixed: tuple,
     **options,
 ) -> None:
-    """Start ``kernel`` with a program a tile of each row of ``values``, and ``fixed`` after the offsets."""
+    """Start ``kernel`` with a program a tile of each row of ``values``, and ``fixed`` after the
+    offsets."""
     row_bytes = 0
     if len(values) > 1:
         row_bytes = values.stride(0) * values.element_size()

@@ -1,12 +1,15 @@
-"""The lossless layout in plain torch: what a row of bf16 or fp32 values is sent as when no bit may change.
+"""The lossless layout in plain torch: what a row of bf16 or fp32 values is sent as when no bit may
+change.
 
-The upper 16 bits of a value are a sign, an exponent of 8 bits and 7 bits of mantissa (those of bf16; fp32 has
-16 more below). All but the exponent is sent as it is. Of the exponents of trained tensors 2.6 bits in 8 are
-information, so each is a code of 3 bits: how far it lies below its block's base, 0 to 6, or 7, an escape.
+The upper 16 bits of a value are a sign, an exponent of 8 bits and 7 bits of mantissa (those of
+bf16; fp32 has 16 more below). All but the exponent is sent as it is. Of the exponents of trained
+tensors 2.6 bits in 8 are information, so each is a code of 3 bits: how far it lies below its
+block's base, 0 to 6, or 7, an escape.
 
-The base of a block (128 values) is the smaller of the largest exponents of its even and its odd groups (8
-values), so that one outlier does not decide it. Escapes share an area for the whole row, in words of 32 bits
-of which each tile (2048 values) uses as many as it needs: 4 bits an escape, its distance from the base being
+The base of a block (128 values) is the smaller of the largest exponents of its even and its odd
+groups (8 values), so that one outlier does not decide it. Escapes share an area for the whole row,
+in words of 32 bits of which each tile (2048 values) uses as many as it needs: 4 bits an escape, its
+distance from the base being
 -2, -1 or 7 to 19, or its exponent 0; in a tile with any other, 8 bits an escape, the exponent.
 
 A payload (``Offsets``)::
@@ -20,20 +23,22 @@ A payload (``Offsets``)::
     mantissas     a byte a value, the sign above the mantissa; of four the first, third, second, fourth
     lower_halves  of fp32 alone: the lower 16 bits of each value, in order
 
-A group's codes and escapes are those of its values 0, 4, 2, 6, 1, 5, 3, 7, which is the order that the kernels
-meet them in (kernels.py draws it). With c0 to c7 for them::
+A group's codes and escapes are those of its values 0, 4, 2, 6, 1, 5, 3, 7, which is the order that
+the kernels meet them in (kernels.py draws it). With c0 to c7 for them::
 
     bit of a group's 24    0-2  3-5  6-7          8-10  11-13  14-15        16-18  19-21  22-23
     code                   c0   c1   c6, c7 ...   c2    c3     ... c6, c7   c4     c5     ... c6, c7
 
-where c6 + 8 c7, 6 bits, is cut into three pairs, the lowest first. Distances are modulo 256. Values beyond the
-row's end are zeros.
+where c6 + 8 c7, 6 bits, is cut into three pairs, the lowest first. Distances are modulo 256. Values
+beyond the row's end are zeros.
 
-The area holds a share of the values' escapes, so a row may overflow. A flag in its header says so, and so
-does that of the first row that was encoded with it. A payload with the flag decodes to zeros: a caller who
-has not looked computes on with finite values, and the flag tells that they are wrong.
+The area holds a share of the values' escapes, so a row may overflow. A flag in its header says so,
+and so does that of the first row that was encoded with it. A payload with the flag decodes to
+zeros: a caller who has not looked computes on with finite values, and the flag tells that they are
+wrong.
 
-A row for which the coded form would be longer is stored as it is, after the header, and never overflows.
+A row for which the coded form would be longer is stored as it is, after the header, and never
+overflows.
 """
 
 import functools
@@ -61,8 +66,8 @@ GROUPS = BLOCK // GROUP
 
 WINDOW = 7
 """Distances that have a code of their own, 0 to 6; and the code of an escape."""
-# An escape's 4 bits: distances from -NEAR_BELOW on without those of the window, counted from 0; the last
-# number stands for an exponent of 0, wherever the base lies.
+# An escape's 4 bits: distances from -NEAR_BELOW on without those of the window, counted from 0; the
+# last number stands for an exponent of 0, wherever the base lies.
 NEAR_BELOW = 2
 ZERO = 15
 
@@ -82,7 +87,8 @@ class Sizes(NamedTuple):
 
 
 class Offsets(NamedTuple):
-    """First byte of each part of a coded payload; a kernel argument. Escapes begin after the header."""
+    """First byte of each part of a coded payload; a kernel argument. Escapes begin after the
+    header."""
 
     starts: int
     """A tile's first word of escapes times 2, plus 1 where escapes take 8 bits."""
@@ -132,8 +138,8 @@ class LosslessLayout:
     def sizes(self) -> Sizes:
         """Values, groups, blocks, and words of escapes.
 
-        The area of escapes has room for the share of the values, at 4 bits each, and for some words more, as
-        tiles take whole ones.
+        The area of escapes has room for the share of the values, at 4 bits each, and for some words
+        more, as tiles take whole ones.
         """
         for_share = math.ceil(self.share * self.blocks * BLOCK / 8)
         escape_words = aligned(for_share + self.tiles + 8, 4)
@@ -237,7 +243,8 @@ def decode_sum(
     scale: float = 1.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``scale`` times the sum over the senders, added in fp32 in their order, then scaled, then rounded.
+    """``scale`` times the sum over the senders, added in fp32 in their order, then scaled, then
+    rounded.
 
     Args:
         payloads: uint8 ``[S, rows, payload_bytes]`` of S senders.
@@ -274,21 +281,24 @@ def _locate_escapes(
 
 
 def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout) -> None:
-    """Fill a payload of zeros; of a row that overflows the first word alone, which is past the area."""
+    """Fill a payload of zeros; of a row that overflows the first word alone, which is past the
+    area."""
     offsets = layout.offsets
     is_bf16 = layout.dtype == torch.bfloat16
     bits = row.contiguous().view(torch.int16 if is_bf16 else torch.int32).int()
     bits = F.pad(bits, (0, layout.blocks * BLOCK - layout.numel))
     upper = (bits if is_bf16 else bits >> 16) & 0xFFFF
     exponent = (upper >> 7) & 0xFF
-    # [blocks, pairs of groups, even or odd, values]: the largest of each kind, the smaller of the two
+    # [blocks, pairs of groups, even or odd, values]: the largest of each kind, the smaller of the
+    # two
     base = exponent.view(-1, GROUPS // 2, 2, GROUP).amax((1, 3)).amin(1)
     distance = (base.repeat_interleave(BLOCK) - exponent) & 255
     distance = _in_order_of_codes(distance)
     exponent = _in_order_of_codes(exponent)
     codes = distance.clamp(max=WINDOW).view(-1, GROUP)
 
-    # Escapes: a tile in which an exponent, wherever it is needed, has no 4 bits takes 8 bits for each.
+    # Escapes: a tile in which an exponent, wherever it is needed, has no 4 bits takes 8 bits for
+    # each.
     escape, tile, number = _locate_escapes(codes, layout.tiles)
     from_below = (distance + NEAR_BELOW) & 255
     near = torch.where(from_below < NEAR_BELOW, from_below, from_below - WINDOW)
@@ -373,7 +383,8 @@ def _in_order_of_codes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _middle_swapped(x: torch.Tensor) -> torch.Tensor:
-    """Every four values in the order 0, 2, 1, 3: two words of two values make one word of four bytes."""
+    """Every four values in the order 0, 2, 1, 3: two words of two values make one word of four
+    bytes."""
     return x.view(-1, 2, 2).transpose(1, 2).reshape(-1)
 
 

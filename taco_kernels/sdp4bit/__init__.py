@@ -1,8 +1,9 @@
 """SDP4Bit's arithmetic (arXiv 2410.15526) as device code of its own.
 
-Group-quantised integers with one fp32 step a group: gradients rotated by a 32-point Hadamard transform and
-summed without leaving its domain, and weight differences. Fused Triton kernels on CUDA tensors, the
-plain-torch definition in ``reference.py`` on CPU tensors; both use the same wire format.
+Group-quantised integers with one fp32 step a group: gradients rotated by a 32-point Hadamard
+transform and summed without leaving its domain, and weight differences. Fused Triton kernels on
+CUDA tensors, the plain-torch definition in ``reference.py`` on CPU tensors; both use the same wire
+format.
 """
 
 from taco_kernels.common import dispatched

@@ -1,15 +1,15 @@
 """Groups of a wire: writing and reading codes and steps, and the rotation.
 
-Two views of a row. To encode, and to add without a rotation, a tile is groups: ``C`` is a launch.Tile with R
-groups of G values. Sums are of blocks of 32 values (``B``, a Tile of N blocks), each held by one thread, so that
-the rotation moves nothing.
+Two views of a row. To encode, and to add without a rotation, a tile is groups: ``C`` is a
+launch.Tile with R groups of G values. Sums are of blocks of 32 values (``B``, a Tile of N blocks),
+each held by one thread, so that the rotation moves nothing.
 
-A thread reads 16 or 32 bytes of codes of every sender. The five stages of a 32-point transform are then
-additions of its own registers; on the tensor cores an fp32 sum would be three operands, and pass through
-shared memory twice.
+A thread reads 16 or 32 bytes of codes of every sender. The five stages of a 32-point transform are
+then additions of its own registers; on the tensor cores an fp32 sum would be three operands, and
+pass through shared memory twice.
 
-``first`` is the tile's first group (or block), int32; ``groups`` the number of groups of the row that ``wire``
-points to; ``blocks`` that of its blocks.
+``first`` is the tile's first group (or block), int32; ``groups`` the number of groups of the row
+that ``wire`` points to; ``blocks`` that of its blocks.
 """
 
 import triton
@@ -40,7 +40,8 @@ def rotation_matrix(VALUE: tl.constexpr, H: tl.constexpr, dtype: tl.constexpr):
         dtype: bf16 or fp16.
     """
     row = tl.arange(0, H.POINT)[:, None]
-    # Two transforms of 32 points next to each other, so that a product has the 64 that shuffle needs.
+    # Two transforms of 32 points next to each other, so that a product has the 64 that shuffle
+    # needs.
     column = shuffled(tl.arange(0, H.POINT)[None, :])
     # Numbers inside a block are the lowest bits.
     negative = odd(row & column & (H.BLOCK - 1)) == 1
@@ -64,8 +65,8 @@ def steps_of(amax, C: tl.constexpr):
     if C.INTERPRET:  # whose fused multiply-add rounds twice
         step = tl.div_rn(amax, qmax)
     else:
-        # A quotient by a constant, correctly rounded (Markstein): its remainder corrects the product with the
-        # reciprocal. A third of a division's instructions.
+        # A quotient by a constant, correctly rounded (Markstein): its remainder corrects the
+        # product with the reciprocal. A third of a division's instructions.
         step = amax * (1.0 / C.QMAX)
         remainder = tl.fma(-step, qmax, amax)
         step = tl.fma(remainder, tl.full([C.R], 1.0 / C.QMAX, tl.float32), step)
@@ -177,8 +178,8 @@ def masked_xor(mask):
 def code(words, magic, SHIFT: tl.constexpr, B: tl.constexpr):
     """fp32: the code that begins with bit SHIFT <= 16 of each word, below bit 23.
 
-    It stays where it is; the exponent that the magic number is given makes its lowest bit worth 1. In PTX, or
-    the compiler shares masks between codes, at two instructions each.
+    It stays where it is; the exponent that the magic number is given makes its lowest bit worth 1.
+    In PTX, or the compiler shares masks between codes, at two instructions each.
 
     Args:
         words: int32 codes.
@@ -311,7 +312,8 @@ def sum_blocks(wires, sender_stride, first, blocks, groups, S: tl.constexpr, B: 
 
 @triton.jit
 def rotated_blocks(h, B: tl.constexpr):
-    """WHT of h fp32[N, 32], without normalisation, in the order of additions of ``reference.hadamard``."""
+    """WHT of h fp32[N, 32], without normalisation, in the order of additions of
+    ``reference.hadamard``."""
     for stage in tl.static_range(5):  # butterflies of distance 2^stage
         pairs = tl.reshape(h, [B.N, BLOCK // 2 // 2**stage, 2, 2**stage])
         low, high = tl.split(tl.permute(pairs, [0, 1, 3, 2]))

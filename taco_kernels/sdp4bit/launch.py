@@ -1,8 +1,8 @@
 """The kernels, each of which reads its input once and writes its output once, and their launches.
 
-Same signatures as reference.py. Rows are split into tiles. Where tiles are many and small, each has a
-program; where they are pipelined, ``tile`` counts through all rows and a persistent program takes every
-num_programs-th one::
+Same signatures as reference.py. Rows are split into tiles. Where tiles are many and small, each has
+a program; where they are pipelined, ``tile`` counts through all rows and a persistent program takes
+every num_programs-th one::
 
     quantize             persistent     x[outer, inner, n] -> wires[outer * inner]      tiles of groups
     quantize_difference  one program    new[n] - old[n] -> wires[1]                     tiles of groups
@@ -34,7 +34,8 @@ from taco_kernels.sdp4bit.groups import (
 from taco_kernels.sdp4bit.reference import FLOOR, HADAMARD_POINTS, GroupFormat, check_rows
 
 POINT = 64
-"""Values in a row of a rotation: two blocks of 32, as many as ``taco_kernels.common.hadamard.shuffle`` needs
+"""Values in a row of a rotation: two blocks of 32, as many as
+``taco_kernels.common.hadamard.shuffle`` needs
 for 16 consecutive values in a thread."""
 
 
@@ -143,7 +144,8 @@ def value_pointers(x, start, first, A: tl.constexpr, B: tl.constexpr, C: tl.cons
 
 @triton.jit
 def value_mask(first, numel, A: tl.constexpr, B: tl.constexpr, TAIL: tl.constexpr, C: tl.constexpr):
-    """Mask of the values of a tile that lie in its row: [A, B], or [A, 1] where rows are whole (no TAIL).
+    """Mask of the values of a tile that lie in its row: [A, B], or [A, 1] where rows are whole (no
+    TAIL).
 
     Args:
         first: the tile's first group.
@@ -306,7 +308,8 @@ def requantize_kernel(
     wires, out, groups, out_groups, sender_stride, row_stride, out_stride,
     S: tl.constexpr, B: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = wire, in format D, of the sum over senders of q * step. A program takes N blocks of a row.
+    """out[row] = wire, in format D, of the sum over senders of q * step. A program takes N blocks
+    of a row.
 
     Args:
         wires: pointer to the wires, uint8 [S, rows, bytes].
@@ -444,9 +447,11 @@ def quantize(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
 
 
 def quantize_difference(new: torch.Tensor, old: torch.Tensor, format: GroupFormat) -> torch.Tensor:
-    """Return the wire uint8[1, bytes] of new - old by one kernel; see reference.quantize_difference.
+    """Return the wire uint8[1, bytes] of new - old by one kernel; see
+    reference.quantize_difference.
 
-    The kernel has codes of the difference itself; with a Hadamard transform the definition runs instead.
+    The kernel has codes of the difference itself; with a Hadamard transform the definition runs
+    instead.
 
     Args:
         new: [n], contiguous.
@@ -528,7 +533,8 @@ def sum_dequantize(
 def sum_requantize(
     wires: torch.Tensor, format: GroupFormat, numel: int, target: GroupFormat
 ) -> torch.Tensor:
-    """Return wires of the sum, uint8[rows, bytes of target], by one kernel; see reference.sum_requantize.
+    """Return wires of the sum, uint8[rows, bytes of target], by one kernel; see
+    reference.sum_requantize.
 
     Args:
         wires: uint8[S, rows, bytes].

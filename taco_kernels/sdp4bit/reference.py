@@ -1,21 +1,22 @@
-"""SDP4Bit's wire format and operations in plain torch: the definition that the kernels are tested against.
+"""SDP4Bit's wire format and operations in plain torch: the definition that the kernels are tested
+against.
 
 All arithmetic is fp32. A group of values v (or h = WHT(v / 32), blocks of 32) becomes
 
     step = max|h| / qmax, rounded up to 16 mantissa bits;    q = round(h * (1 / step))
 
-An all-zero group has step 0; a group that is not finite has step NaN, and so decodes to NaN. The inverse
-transform is WHT(q * step). It is linear, so sums of several senders' rows are taken before it, in the order
-of the senders.
+An all-zero group has step 0; a group that is not finite has step NaN, and so decodes to NaN. The
+inverse transform is WHT(q * step). It is linear, so sums of several senders' rows are taken before
+it, in the order of the senders.
 
 A row of ``n`` values is ``g = ceil(n / G)`` groups, zero padded, and its wire::
 
     plane of codes (g * G * bits / 8 bytes) | g steps, fp32 | zeros up to a multiple of 16 bytes
 
-Codes lie in planes as in ``taco_kernels.taco.layout``: int4 plus 8, two to a byte, of 16 codes byte j holding
-elements j and j + 8; int8 in two's complement. A step has its 8 lowest mantissa bits clear, so that code
-times step is exact in fp32: a fused multiply-add and a product with a sum give the same bits, and so do all
-devices.
+Codes lie in planes as in ``taco_kernels.taco.layout``: int4 plus 8, two to a byte, of 16 codes byte
+j holding elements j and j + 8; int8 in two's complement. A step has its 8 lowest mantissa bits
+clear, so that code times step is exact in fp32: a fused multiply-add and a product with a sum give
+the same bits, and so do all devices.
 """
 
 import math
@@ -49,7 +50,8 @@ class GroupFormat:
     group_size: int = 128
     """Values that share a step."""
     hadamard: bool = False
-    """Codes are of the values' 32-point Walsh-Hadamard transform, WHT(x / 32) in Sylvester order."""
+    """Codes are of the values' 32-point Walsh-Hadamard transform, WHT(x / 32) in Sylvester order.
+    """
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -91,7 +93,8 @@ class GroupFormat:
 
 
 def check_rows(x: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose rows are not contiguous, or that has more than two dimensions above them.
+    """Refuse a tensor whose rows are not contiguous, or that has more than two dimensions above
+    them.
 
     Raises:
         ValueError: naming the argument ``name``.
@@ -110,7 +113,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_groups(x: torch.Tensor, format: GroupFormat) -> torch.Tensor:
-    """Return fp32[rows, groups, G] of x[rows, n]: zero padded, rotated where the format asks for it."""
+    """Return fp32[rows, groups, G] of x[rows, n]: zero padded, rotated where the format asks for
+    it."""
     numel = x.shape[-1]
     size = format.groups(numel) * format.group_size
     # Zeros fill the last group.
@@ -161,7 +165,8 @@ def decode_groups(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch
 
 
 def sum_senders(wires: torch.Tensor, format: GroupFormat, numel: int) -> torch.Tensor:
-    """Return the sum over S senders, in their order, fp32[rows, groups * G] in the codes' own domain.
+    """Return the sum over S senders, in their order, fp32[rows, groups * G] in the codes' own
+    domain.
 
     Args:
         wires: uint8[S, rows, bytes].
@@ -249,7 +254,8 @@ def sum_requantize(
         return torch.empty(rows, target.wire_bytes(numel), dtype=torch.uint8, device=wires.device)
     total = sum_senders(wires, format, numel)
     size = target.groups(numel) * target.group_size
-    # The groups of ``target`` may end earlier: what is cropped is zero, or not finite like its group.
+    # The groups of ``target`` may end earlier: what is cropped is zero, or not finite like its
+    # group.
     total = F.pad(total, (0, size - total.shape[1]))
     return encode_groups(total.reshape(rows, -1, target.group_size), target)
 

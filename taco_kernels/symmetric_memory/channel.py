@@ -1,4 +1,5 @@
-"""A channel: the memory through which one stream of collectives runs, laid out the same on every rank.
+"""A channel: the memory through which one stream of collectives runs, laid out the same on every
+rank.
 
 ::
 
@@ -8,27 +9,28 @@
     arrivals     uint8[PROGRAMS, DEPTH, W, SLOT]   what each rank sends here
     returned     uint8[PROGRAMS, DEPTH, W, SLOT]   the sums that each owner sends back
 
-Between two ranks, where an all-reduce is one exchange, the second area takes each sender's second tile.
+Between two ranks, where an all-reduce is one exchange, the second area takes each sender's second
+tile.
 
-*Steps.* Program p of a rank talks to program p of its peers only, step after step, and counts its steps from
-the channel's creation on (int64 in device memory: nothing to reset, nothing for the host to know). In step n
-it uses slot n % DEPTH.
+*Steps.* Program p of a rank talks to program p of its peers only, step after step, and counts its
+steps from the channel's creation on (int64 in device memory: nothing to reset, nothing for the host
+to know). In step n it uses slot n % DEPTH.
 
-*Flags.* A flag holds the number of steps that one program of a peer has published. It only grows, and it lies
-in the memory of the rank that waits for it::
+*Flags.* A flag holds the number of steps that one program of a peer has published. It only grows,
+and it lies in the memory of the rank that waits for it::
 
     data flag n + 1 from a peer   its tiles of step n have arrived here
     ack flag n + 1 from a peer    it has read the tiles of step n that were sent to it, and in an all-reduce its
                                   sums of step n have arrived here
 
-*Reuse of slots.* A sender waits for the acks of step n - DEPTH before it fills a slot again, also across
-calls, so a peer never finds a slot overwritten that it still reads. Returned sums are protected by the data
-flags of the rank that reads them instead, which second tiles do not wait for: so between two ranks an
-all-reduce in two exchanges ends with an empty step, for whose acks both wait. ``kernels.all_reduce_kernel``
-has the proof, step by step.
+*Reuse of slots.* A sender waits for the acks of step n - DEPTH before it fills a slot again, also
+across calls, so a peer never finds a slot overwritten that it still reads. Returned sums are
+protected by the data flags of the rank that reads them instead, which second tiles do not wait for:
+so between two ranks an all-reduce in two exchanges ends with an empty step, for whose acks both
+wait. ``kernels.all_reduce_kernel`` has the proof, step by step.
 
-Flags are PTX, because a spin needs a loop with acquire loads and a clock. Every thread of a program calls
-them.
+Flags are PTX, because a spin needs a loop with acquire loads and a clock. Every thread of a program
+calls them.
 """
 
 import ctypes
@@ -94,7 +96,8 @@ def arrival(program, step, sender, CHANNEL: tl.constexpr):
 
 @triton.jit
 def returned(program, step, owner, CHANNEL: tl.constexpr):
-    """Offset in bytes of the slot for the sum that ``owner`` sends back. Arguments as for ``arrival``.
+    """Offset in bytes of the slot for the sum that ``owner`` sends back. Arguments as for
+    ``arrival``.
 
     Args:
         owner: the rank that sums the piece.
@@ -116,7 +119,8 @@ def data_flag(program, sender, CHANNEL: tl.constexpr):
 
 @triton.jit
 def ack_flag(program, sender, CHANNEL: tl.constexpr):
-    """Offset in bytes of the flag by which a rank tells a program that it has read the tiles sent to it.
+    """Offset in bytes of the flag by which a rank tells a program that it has read the tiles sent
+    to it.
 
     Arguments as for ``data_flag``.
 
@@ -132,8 +136,8 @@ def ack_flag(program, sender, CHANNEL: tl.constexpr):
 #     $2  offset of the data flag          $3  its value
 #     $4  offset of the ack flag           $5  its value
 #
-# The fence is at system scope, as peers on other devices read; after it the stores of the flags may be
-# relaxed. $0 is a result that Triton asks for and nobody reads.
+# The fence is at system scope, as peers on other devices read; after it the stores of the flags may
+# be relaxed. $0 is a result that Triton asks for and nobody reads.
 _PUBLISH = tl.constexpr(
     """
 {
@@ -154,14 +158,15 @@ _PUBLISH = tl.constexpr(
 """
 )
 
-# Thread t < W: spin until the flag of rank t is at least as large as asked for, or until the time is up.
+# Thread t < W: spin until the flag of rank t is at least as large as asked for, or until the time
+# is up.
 #
 #     $1  address of rank 0's flag    $2  bytes from one rank's flag to the next
 #     $3  least value                 $4  W
 #     $5  address of the error code   $6  nanoseconds until the program gives up
 #
-# The first look costs no clock. A program that gives up leaves t + 1 at $5, in pinned memory that the host
-# can read afterwards, and traps, which ends the process's use of the device.
+# The first look costs no clock. A program that gives up leaves t + 1 at $5, in pinned memory that
+# the host can read afterwards, and traps, which ends the process's use of the device.
 _WAIT = tl.constexpr(
     """
 {
@@ -197,16 +202,19 @@ ready:
 
 @triton.jit
 def publish(table, program, rank, sent, read, CHANNEL: tl.constexpr):
-    """Make all earlier accesses of the program visible, then set its data and ack flags on every rank.
+    """Make all earlier accesses of the program visible, then set its data and ack flags on every
+    rank.
 
-    A fence waits for every store on its way: best some time after the last one, and one for both flags.
+    A fence waits for every store on its way: best some time after the last one, and one for both
+        flags.
 
     Args:
         table: int64[W], the address of every rank's memory.
         program: number of the program.
         rank: of this process.
         sent: int64 value of the data flag: steps whose tiles have been sent.
-        read: int64 value of the ack flag: steps whose tiles have been read, and whose sums have been sent.
+        read: int64 value of the ack flag: steps whose tiles have been read, and whose sums have
+            been sent.
         CHANNEL: ``ChannelShape``.
     """
     # Every thread's accesses come before the fence of the threads that write flags.
@@ -255,13 +263,15 @@ def wait(flags, value, error, timeout, CHANNEL: tl.constexpr):
 def tile_of(config: CodecConfig, device: Device) -> int:
     """Values of a tile: as many as encode's and decode's own kernels hold.
 
-    With as many warps too, sums over a group run in the same order here and there, and give the same bits.
+    With as many warps too, sums over a group run in the same order here and there, and give the
+    same bits.
     """
     return tuning_for("encode", config, device).tile
 
 
 def tile_bytes(config: CodecConfig, tile: int) -> int:
-    """Bytes that ``tile`` values are sent in; of dual scales the step alone, all that a decoder uses."""
+    """Bytes that ``tile`` values are sent in; of dual scales the step alone, all that a decoder
+    uses."""
     group_bytes = config.bytes_per_group()
     if config.scales == "dual":
         group_bytes -= STEP_BYTES
@@ -307,7 +317,8 @@ class Channel:
     """One rank's end of a channel. Calls on it must not overlap; those on different channels may.
 
     Args:
-        addresses: where each rank's ``channel_bytes`` of zeros start, as this rank's device sees it.
+        addresses: where each rank's ``channel_bytes`` of zeros start, as this rank's device sees
+            it.
         rank: of the caller.
         device: of the caller.
         programs: that may run at once, the same on every rank.
@@ -324,13 +335,15 @@ class Channel:
         self.memory = addresses[rank]
         self.timeout_ns = int(timeout * 1e9)
         self.table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        # Steps of each program since the channel's creation. Kernels read and write them; the host never does.
+        # Steps of each program since the channel's creation. Kernels read and write them; the host
+        # never does.
         self.steps = torch.zeros(programs, dtype=torch.int64, device=device)
-        # Pinned: 1 + the rank that a program gave up waiting for, else 0. Kernels write it, also after a trap
-        # has made the device useless, and the host reads it without a synchronisation.
+        # Pinned: 1 + the rank that a program gave up waiting for, else 0. Kernels write it, also
+        # after a trap has made the device useless, and the host reads it without a synchronisation.
         self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.error_address = self._error.data_ptr()
-        # The same number, read as a ctypes integer: a tensor's ``item()`` takes microseconds a call.
+        # The same number, read as a ctypes integer: a tensor's ``item()`` takes microseconds a
+        # call.
         self._error_code = ctypes.c_int32.from_address(self.error_address)
         self.plans: dict = {}  # launches that collectives.py has prepared, for calls to come
 

@@ -1,7 +1,7 @@
 """The collectives over one channel: argument checks and launches.
 
-A launch is prepared once for each kernel, codec, size, dtype and layout (a ``Plan``), and kept with the
-channel: what differs from call to call is two addresses.
+A launch is prepared once for each kernel, codec, size, dtype and layout (a ``Plan``), and kept with
+the channel: what differs from call to call is two addresses.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ from taco_kernels.taco.spec import make_flags, make_spec
 MAX_WORLD_SIZE = 8
 """Ranks of a channel: what one host has, and what its memory is measured for."""
 OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=False)
-"""Compiler options of every kernel. Without fusion, products are rounded as the codec's own kernels round."""
+"""Compiler options of every kernel. Without fusion, products are rounded as the codec's own kernels
+round."""
 
 
 def _device_of(device: torch.device) -> Device:
@@ -43,12 +44,13 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum x over the ranks: the bits of encode in W chunks, decode_sum_encode of each, decode.
 
-    Of two ranks without a ``config_out`` it has the bits of encode, decode_sum of both: all that a rank has
-    is as many bytes as the two pieces that it would send.
+    Of two ranks without a ``config_out`` it has the bits of encode, decode_sum of both: all that a
+    rank has is as many bytes as the two pieces that it would send.
 
     Args:
         channel: this rank's end.
-        x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every rank.
+        x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every
+            rank.
         config: of the codec.
         out: contiguous, of x's shape and dtype; allocated if None.
         config_out: of the second encode, where it is another one (of the same groups).
@@ -78,7 +80,8 @@ def reduce_scatter(
 
     Args:
         channel: this rank's end.
-        x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every rank.
+        x: any shape and stride, bf16, fp16 or fp32, not empty; the same shape and dtype on every
+            rank.
         config: of the codec.
         out: contiguous, of the slice's shape and x's dtype; allocated if None.
 
@@ -136,7 +139,8 @@ def all_gather_encoded(
 def _run(
     channel: Channel, x: torch.Tensor, out: torch.Tensor | None, shape: Sequence[int], key: tuple
 ) -> torch.Tensor:
-    """Launch a kernel by a plan that is made once for ``key``, the arguments of ``_plan`` after the channel.
+    """Launch a kernel by a plan that is made once for ``key``, the arguments of ``_plan`` after the
+    channel.
 
     Returns:
         ``out``, or a new tensor of ``shape`` if it is None.
@@ -169,7 +173,8 @@ def _plan(
     dtype: torch.dtype,
     layout: launch.Layout,
 ) -> launch.Plan:
-    """Prepare the launches of ``kernel`` on a tensor of a layout, ``numel`` values in pieces of ``piece``."""
+    """Prepare the launches of ``kernel`` on a tensor of a layout, ``numel`` values in pieces of
+    ``piece``."""
     check_same_groups(config, config_out)
     size = config.group_size
     groups = ceil_div(piece, size)
@@ -177,8 +182,8 @@ def _plan(
     # An all-reduce of two ranks in one exchange: both want the sum of all of x.
     one_piece = kernel is reduce_scatter_kernel and piece == numel and channel.world_size > 1
 
-    # A strided tensor is walked in place if its rows are whole groups, and so are the pieces, as groups are
-    # counted from the tensor's start there. Else x is copied before each call.
+    # A strided tensor is walked in place if its rows are whole groups, and so are the pieces, as
+    # groups are counted from the tensor's start there. Else x is copied before each call.
     rows = launch.rows_of(layout, size)
     if layout and piece % size and not one_piece:
         rows = None
@@ -227,7 +232,8 @@ def _constants(
     tail: bool,
     one_piece: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
-    """The matrices and the keyword arguments of a launch; looked up, since making them takes longer.
+    """The matrices and the keyword arguments of a launch; looked up, since making them takes
+    longer.
 
     ``shape`` is (ranks, programs) of the channel.
     """
@@ -248,8 +254,9 @@ def _constants(
     if kernel is reduce_scatter_kernel:
         constants["ONE_PIECE"] = one_piece
 
-    # x is rotated in its own dtype, fp32 in bf16 parts. Codes are exact in fp16, so a transform of codes is
-    # done in fp16; the reduce-scatter of more than two ranks transforms fp32 sums, again in bf16 parts.
+    # x is rotated in its own dtype, fp32 in bf16 parts. Codes are exact in fp16, so a transform of
+    # codes is done in fp16; the reduce-scatter of more than two ranks transforms fp32 sums, again
+    # in bf16 parts.
     points = spec.POINT.value
     to_wire_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
     transforms_sums = kernel is reduce_scatter_kernel and shape[0] != 2
@@ -268,13 +275,15 @@ def _matrix(
     Args:
         points: rows and columns, a power of two.
         value: magnitude of every element.
-        shuffled: columns in the order in which a tile lies in the registers (``common.hadamard.shuffle``).
+        shuffled: columns in the order in which a tile lies in the registers
+            (``common.hadamard.shuffle``).
         dtype: of the elements.
         device: where it is used.
     """
     column = torch.arange(points)
     if shuffled and points >= 64:
-        # bits 1 and 2 of a column's number move up to bits 4 and 5, and bits 3 to 5 down to bits 1 to 3
+        # bits 1 and 2 of a column's number move up to bits 4 and 5, and bits 3 to 5 down to bits 1
+        # to 3
         column = (column & ~62) | ((column & 6) << 3) | ((column >> 2) & 14)
     matrix = hadamard(torch.eye(points))[:, column].contiguous()
     return (matrix * value).to(dtype).to(device)

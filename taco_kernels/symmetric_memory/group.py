@@ -32,9 +32,11 @@ def resident_programs(device: Device) -> int:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which a process group gives its own collectives up (NCCL's default is ten minutes).
+    """Seconds after which a process group gives its own collectives up (NCCL's default is ten
+    minutes).
 
-    A rank may be late for good reasons, such as a slow disk: what NCCL waits for, kernels here wait for.
+    A rank may be late for good reasons, such as a slow disk: what NCCL waits for, kernels here wait
+    for.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return group._get_backend(device).options._timeout.total_seconds()
@@ -79,8 +81,9 @@ def hosts_reason(group: dist.ProcessGroup) -> str | None:
 def peer_access_reason(group: dist.ProcessGroup) -> str | None:
     """Tell which devices of a host have no access to each other's memory; None if all have.
 
-    A device that this process does not see (CUDA_VISIBLE_DEVICES) cannot be asked about and counts as
-    accessible: if it is not, the group's construction says so. Collective, the same answer on every rank.
+    A device that this process does not see (CUDA_VISIBLE_DEVICES) cannot be asked about and counts
+    as accessible: if it is not, the group's construction says so. Collective, the same answer on
+    every rank.
     """
     this_device = torch.cuda.current_device()
     # A device's number differs between processes (CUDA_VISIBLE_DEVICES); its uuid does not.
@@ -116,21 +119,22 @@ def _view() -> dict:
 
 
 class SymmetricGroup:
-    """Compressed collectives over symmetric memory for one process group. Construction is collective.
+    """Compressed collectives over symmetric memory for one process group. Construction is
+    collective.
 
-    Calls are stream-ordered like any kernel and never wait on the host. Calls of all groups on a device run
-    one after the other, whatever their streams, and CUDA graphs may contain them (``order.py``). As with
-    NCCL, all ranks of a group make the same calls and replays in the same order. As with any Triton kernel,
-    the first call of a shape must not be in a capture.
+    Calls are stream-ordered like any kernel and never wait on the host. Calls of all groups on a
+    device run one after the other, whatever their streams, and CUDA graphs may contain them
+    (``order.py``). As with NCCL, all ranks of a group make the same calls and replays in the same
+    order. As with any Triton kernel, the first call of a shape must not be in a capture.
 
-    The memory does not depend on the size of the messages, which pass through it in tiles: with two programs
-    on each of 132 multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
+    The memory does not depend on the size of the messages, which pass through it in tiles: with two
+    programs on each of 132 multiprocessors 28 MiB at 2 ranks, 56 at 4, 111 at 8.
 
     Args:
         group: ranks for which ``unavailable_reason`` is None.
-        timeout: seconds that a kernel waits for a peer before it traps, which ends this process's use of the
-            device; the next call raises SymmetricMemoryError with the peer's rank. Unless given, the group's
-            own (Megatron's ``--distributed-timeout-minutes``).
+        timeout: seconds that a kernel waits for a peer before it traps, which ends this process's
+            use of the device; the next call raises SymmetricMemoryError with the peer's rank.
+            Unless given, the group's own (Megatron's ``--distributed-timeout-minutes``).
 
     Raises:
         SymmetricMemoryError: the ranks cannot share memory.
@@ -187,6 +191,7 @@ class SymmetricGroup:
         return collectives.all_gather_encoded(self._in_order(), *args, **kwargs)
 
     def stored_bytes(self, numel: int, config: CodecConfig) -> int:
-        """Bytes that a rank stores in its peers' memory in an exchange of ``numel`` values with each."""
+        """Bytes that a rank stores in its peers' memory in an exchange of ``numel`` values with
+        each."""
         tile = tile_of(config, device_number(self.device.index))
         return (self.world_size - 1) * ceil_div(numel, tile) * tile_bytes(config, tile)

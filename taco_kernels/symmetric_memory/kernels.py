@@ -1,10 +1,13 @@
-"""The three collectives, one kernel each: a step sends the next tiles and works on those that arrived.
+"""The three collectives, one kernel each: a step sends the next tiles and works on those that
+arrived.
 
-An all-reduce of two ranks in one exchange is done by the reduce-scatter's kernel, on the whole tensor.
+An all-reduce of two ranks in one exchange is done by the reduce-scatter's kernel, on the whole
+tensor.
 
-A tile of ``R`` groups is sent as a wire chunk of its own (taco's layout.py) in a slot of ``SLOT`` bytes. It is
-whole blocks, so its lists of outliers are the codec's. Of dual scales only the step is sent that a decoder
-makes of them, s / (sqrt(G) alpha), 4 bytes a group instead of 8: the sender computes what the receiver would.
+A tile of ``R`` groups is sent as a wire chunk of its own (taco's layout.py) in a slot of ``SLOT``
+bytes. It is whole blocks, so its lists of outliers are the codec's. Of dual scales only the step is
+sent that a decoder makes of them, s / (sqrt(G) alpha), 4 bytes a group instead of 8: the sender
+computes what the receiver would.
 
 Names that all kernels share:
 
@@ -16,8 +19,8 @@ Names that all kernels share:
     i              iteration of a kernel's loop; it sends step steps_before + i, and works on what earlier
                    steps sent
 
-Matrices lie in device memory and are loaded at the start of a phase: they follow each other in shared memory,
-so that more programs fit on a multiprocessor.
+Matrices lie in device memory and are loaded at the start of a phase: they follow each other in
+shared memory, so that more programs fit on a multiprocessor.
 """
 
 from typing import NamedTuple
@@ -56,8 +59,9 @@ from taco_kernels.taco.wire import (
     sum_senders,
 )
 
-# What differs between ranks or calls must not lead to different code, and numbers that are 1 stay numbers
-# (Triton would compile a kernel of its own for them). These are no tuple, as this list does not reach into one.
+# What differs between ranks or calls must not lead to different code, and numbers that are 1 stay
+# numbers (Triton would compile a kernel of its own for them). These are no tuple, as this list does
+# not reach into one.
 UNSPECIALIZED = ["memory", "rank", "error", "timeout", "groups"]
 
 
@@ -97,7 +101,8 @@ def slot_of(memory, offset):
 
 @triton.jit
 def peer_slot(table, peer, offset):
-    """Pointer to the slot ``offset`` bytes into a peer's memory; ``table`` has every rank's address."""
+    """Pointer to the slot ``offset`` bytes into a peer's memory; ``table`` has every rank's
+    address."""
     return slot_of(tl.load(table + peer), offset)
 
 
@@ -114,10 +119,12 @@ def rotated_tile(x, piece, first, pieces, rows, matrix, FLAGS: tl.constexpr, SPE
         matrix: [POINT, POINT], loaded.
 
     Returns:
-        fp32[R, G]; and the tile's lists of outliers, int32[blocks, SLOTS], or a number that is not used.
+        fp32[R, G]; and the tile's lists of outliers, int32[blocks, SLOTS], or a number that is not
+        used.
     """
     if FLAGS.STRIDED:
-        # Pieces of a strided tensor are whole groups, and its rows are counted from the tensor's start.
+        # Pieces of a strided tensor are whole groups, and its rows are counted from the tensor's
+        # start.
         tile = load_tile(x, piece * pieces.groups + first, pieces.numel, rows, FLAGS, SPEC)
     else:
         start = piece.to(tl.int64) * pieces.stride
@@ -179,7 +186,8 @@ def decoded_slot(slot, matrix, SPEC: tl.constexpr):
 
 @triton.jit
 def write_tile(out, values, piece, first, pieces, rows, FLAGS: tl.constexpr, SPEC: tl.constexpr):
-    """Store fp32[R, G] as groups first... of a piece of the contiguous ``out``; nothing beyond the piece.
+    """Store fp32[R, G] as groups first... of a piece of the contiguous ``out``; nothing beyond the
+    piece.
 
     Args:
         out: pointer to the tensor's start.
@@ -209,8 +217,9 @@ def copy_plane(
 ):
     """Copy groups first... of one plane of a wire into the same slot of every rank.
 
-    A wire of n groups is planes, one after the other, each with so many bytes a group; a slot is a wire of R
-    groups. So the plane that follows ``before`` bytes a group begins at n * before and at R * before.
+    A wire of n groups is planes, one after the other, each with so many bytes a group; a slot is a
+    wire of R groups. So the plane that follows ``before`` bytes a group begins at n * before and at
+    R * before.
 
     Args:
         wire: pointer to the wire of ``groups`` groups.
@@ -236,7 +245,8 @@ def copy_plane(
 def copy_dual_steps(
     wire, table, offset, first, groups, rank, RANKS: tl.constexpr, SPEC: tl.constexpr
 ):
-    """Merge the two scales of groups first... into fp32 steps, and store those in every rank's slot.
+    """Merge the two scales of groups first... into fp32 steps, and store those in every rank's
+    slot.
 
     Arguments as for ``copy_plane``.
     """
@@ -258,7 +268,8 @@ def copy_lists(wire, table, offset, first, groups, rank, RANKS: tl.constexpr, SP
 
     Arguments as for ``copy_plane``.
     """
-    # A slot is a wire whose SPEC says that dual scales are merged; the wire here still has both of them.
+    # A slot is a wire whose SPEC says that dual scales are merged; the wire here still has both of
+    # them.
     SCALES: tl.constexpr = 8 if SPEC.DUAL else 2
     word, inside = list_places(first, groups, SPEC)
     used = tl.full((), SPEC.PAYLOAD + SCALES, tl.int64) * groups
@@ -283,7 +294,8 @@ def copy_tile(wire, table, offset, first, groups, rank, RANKS: tl.constexpr, SPE
     if SPEC.BITS == 8:
         copy_plane(wire, table, offset, 0, first, groups, rank, SPEC.G, RANKS, SPEC)
     else:
-        # Codes of 5 and 6 bits are a plane of their lower 4 bits, G / 2 bytes a group, and one of the rest.
+        # Codes of 5 and 6 bits are a plane of their lower 4 bits, G / 2 bytes a group, and one of
+        # the rest.
         copy_plane(wire, table, offset, 0, first, groups, rank, SPEC.G // 2, RANKS, SPEC)
         if SPEC.BITS > 4:
             HIGH: tl.constexpr = SPEC.G * (SPEC.BITS - 4) // 8
@@ -302,8 +314,8 @@ def sum_and_return(
 ):
     """Sum the senders' tiles of this rank's piece, and send the encoded sum to every rank.
 
-    It stays in the Hadamard domain, where adding up gives the transform of the sum. A whole tile of sums does
-    not fit in the registers, so it is done in two halves.
+    It stays in the Hadamard domain, where adding up gives the transform of the sum. A whole tile of
+    sums does not fit in the registers, so it is done in two halves.
 
     Args:
         slots: pointer to sender 0's slot in this rank's memory; those of the others follow.
@@ -325,8 +337,8 @@ def sum_and_return(
             lists = empty_lists(HALF)
             if tl.max(senders_lists, axis=0) > 0:
                 rotated, lists = sum_lists(rotated, slots, distance, row, full, CHANNEL.W, HALF)
-        # This rank's copy comes last: the others wait longer for theirs. The arithmetic of the encoder is the
-        # same for all, so the compiler has one copy of it, and W of the stores.
+        # This rank's copy comes last: the others wait longer for theirs. The arithmetic of the
+        # encoder is the same for all, so the compiler has one copy of it, and W of the stores.
         for k in tl.static_range(1, CHANNEL.W + 1):
             target = peer_slot(table, (rank + k) % CHANNEL.W, slot)
             encode_groups(rotated, target, row, full, HALF_OUT)
@@ -357,10 +369,12 @@ def all_reduce_kernel(
     HALF_SUM: tl.constexpr,
     CHANNEL: tl.constexpr,
 ):
-    """out = sum of every rank's x, in W pieces of ``groups`` groups. A rank sends 2 (W - 1) / W payloads.
+    """out = sum of every rank's x, in W pieces of ``groups`` groups. A rank sends 2 (W - 1) / W
+    payloads.
 
-    A program works on tiles program, program + programs, ... of every piece, in a pipeline of three phases.
-    Iteration i of its loop does this with its i-th tile (all counts are plus ``steps_before``)::
+    A program works on tiles program, program + programs, ... of every piece, in a pipeline of three
+    phases. Iteration i of its loop does this with its i-th tile (all counts are plus
+    ``steps_before``)::
 
         iteration         0       1       2       3     ...  steps-1  steps   steps+1
         send              tile 0  tile 1  tile 2  tile 3     last     -       -        x -> owners' arrival slots
@@ -369,8 +383,8 @@ def all_reduce_kernel(
         publishes data    1       2       3       4          steps    steps   -        tiles sent
         publishes ack     0       1       2       3          steps-1  steps   -        tiles read, sums sent
 
-    *Who writes which flag.* Program p of rank r writes its own data and ack flag, (r, p), in the memory of
-    every rank, and reads all (., p) in its own memory. Flags only grow.
+    *Who writes which flag.* Program p of rank r writes its own data and ack flag, (r, p), in the
+    memory of every rank, and reads all (., p) in its own memory. Flags only grow.
 
     *Who waits for which*, and in which iteration peers publish that::
 
@@ -378,17 +392,18 @@ def all_reduce_kernel(
         sum of tile i - 1      data >= i               iteration i - 1           the senders' tiles are here
         decode of tile i - 2   acks >= i - 1           iteration i - 1           the owners' sums are here
 
-    *Why no deadlock.* Every wait of iteration i is for what peers publish in an earlier iteration, so the
-    program that is furthest behind never waits for ever. Program p waits for programs p alone, and all
-    programs of a launch are resident (group.py), so that those it waits for run.
+    *Why no deadlock.* Every wait of iteration i is for what peers publish in an earlier iteration,
+    so the program that is furthest behind never waits for ever. Program p waits for programs p
+    alone, and all programs of a launch are resident (group.py), so that those it waits for run.
 
-    *Why no slot is overwritten that is still read.* Arrival slots: the acks of DEPTH steps before. Returned
-    slots: an owner writes sum n after it has seen this rank's data flag n + 1, which this rank publishes after
-    it has decoded sum n - 3 or a later one, whose slot sum n takes.
+    *Why no slot is overwritten that is still read.* Arrival slots: the acks of DEPTH steps before.
+    Returned slots: an owner writes sum n after it has seen this rank's data flag n + 1, which this
+    rank publishes after it has decoded sum n - 3 or a later one, whose slot sum n takes.
 
-    *Why a replay in a CUDA graph is safe.* Steps are counted from the channel's creation on, in ``steps_done``
-    in device memory: no argument of a launch depends on what ran before, and nothing is reset. Every rank
-    makes the same calls in the same order (order.py), so program p has the same count on all of them.
+    *Why a replay in a CUDA graph is safe.* Steps are counted from the channel's creation on, in
+    ``steps_done`` in device memory: no argument of a launch depends on what ran before, and nothing
+    is reset. Every rank makes the same calls in the same order (order.py), so program p has the
+    same count on all of them.
 
     Args:
         x: this rank's tensor: contiguous, or rows with strides (``FLAGS.STRIDED``).
@@ -424,8 +439,8 @@ def all_reduce_kernel(
     steps_before = tl.load(steps_done + program)
     # How many of the piece's tiles are program, program + programs, program + 2 programs, ...
     steps = tl.cdiv(tl.cdiv(groups, SPEC.R) - program, programs)
-    # With outliers nothing is computed ahead of a loop: newer compilers would keep more than fits in the
-    # registers through all three phases.
+    # With outliers nothing is computed ahead of a loop: newer compilers would keep more than fits
+    # in the registers through all three phases.
     for i in tl.range(steps + 2, disable_licm=SPEC.OUTLIERS):
         is_last_send = i >= steps - 1
         if i < steps:
@@ -433,7 +448,8 @@ def all_reduce_kernel(
             slot = arrival(program, steps_before + i, rank, CHANNEL)
             matrix = load_matrix(to_wire, SPEC)
             wait(acks, steps_before + i + 1 - CHANNEL.DEPTH, error, timeout, CHANNEL)
-            # Each rank begins with its next neighbour, so that not all of them write to one owner at a time.
+            # Each rank begins with its next neighbour, so that not all of them write to one owner
+            # at a time.
             for k in tl.range(CHANNEL.W, disable_licm=SPEC.OUTLIERS):
                 owner = (rank + 1 + k) % CHANNEL.W
                 target = peer_slot(table, owner, slot)
@@ -444,8 +460,8 @@ def all_reduce_kernel(
             slot = returned(program, steps_before + i - 1, rank, CHANNEL)
             sum_and_return(slots, slot, table, rank, CHANNEL, HALF, HALF_SUM)
         if is_last_send & (i <= steps):
-            # Nothing more to send soon: the others are waiting for this. Else it comes after the decoding,
-            # when the stores above are through, and the fence has nothing to wait for.
+            # Nothing more to send soon: the others are waiting for this. Else it comes after the
+            # decoding, when the stores above are through, and the fence has nothing to wait for.
             sent = steps_before + tl.minimum(i + 1, steps)
             publish(table, program, rank, sent, steps_before + i, CHANNEL)
         if i >= 2:
@@ -460,8 +476,9 @@ def all_reduce_kernel(
         if not is_last_send:
             publish(table, program, rank, steps_before + i + 1, steps_before + i, CHANNEL)
     if CHANNEL.W == 2:
-        # An empty step. The next kernel may be a reduce-scatter of the whole tensor, whose second tiles go to
-        # the returned slots after an ack alone: so all sums must have been decoded before the last ack.
+        # An empty step. The next kernel may be a reduce-scatter of the whole tensor, whose second
+        # tiles go to the returned slots after an ack alone: so all sums must have been decoded
+        # before the last ack.
         steps += 1
         publish(table, program, rank, steps_before + steps, steps_before + steps, CHANNEL)
         wait(acks, steps_before + steps, error, timeout, CHANNEL)
@@ -486,7 +503,8 @@ def summed_slots(slots, from_wire, CHANNEL: tl.constexpr, SPEC: tl.constexpr):
     if CHANNEL.W == 2:
         total = decode_two(slots, distance, zero, full, load_matrix(from_wire, SPEC), SPEC)
     else:
-        # Senders are added one after the other, which takes fewer registers, as the sum is transformed.
+        # Senders are added one after the other, which takes fewer registers, as the sum is
+        # transformed.
         total = tl.zeros([SPEC.R, SPEC.G], tl.float32)
         for w in range(CHANNEL.W):
             sender = tl.full((), 0, tl.int64) + w
@@ -530,11 +548,12 @@ def reduce_scatter_kernel(
         publishes data    1       2       3          steps    steps    tiles sent
         publishes ack     0       1       2          steps-1  steps    tiles read
 
-    Sending tile i waits for acks >= i + 1 - DEPTH, summing tile i - 1 for data >= i: both are published in
-    earlier iterations. Replays, slots and the absence of deadlock: see ``all_reduce_kernel``.
+    Sending tile i waits for acks >= i + 1 - DEPTH, summing tile i - 1 for data >= i: both are
+    published in earlier iterations. Replays, slots and the absence of deadlock: see
+    ``all_reduce_kernel``.
 
-    With ONE_PIECE every rank sends its tile to all ranks, and a step has two tiles, the second one in the slots
-    that an all-reduce has for returned sums. They are guarded by the same flags.
+    With ONE_PIECE every rank sends its tile to all ranks, and a step has two tiles, the second one
+    in the slots that an all-reduce has for returned sums. They are guarded by the same flags.
 
     Args:
         x: this rank's tensor: contiguous, or rows with strides (``FLAGS.STRIDED``).
@@ -630,8 +649,8 @@ def all_gather_kernel(
 ):
     """out = the values of every rank's wire x, a piece a rank.
 
-    Iteration i copies tile i of the wire into every rank's arrival slots and decodes the tiles i - 1 that
-    arrived. Flags, waits and their reasons are those of ``reduce_scatter_kernel``.
+    Iteration i copies tile i of the wire into every rank's arrival slots and decodes the tiles i -
+    1 that arrived. Flags, waits and their reasons are those of ``reduce_scatter_kernel``.
 
     Args:
         x: this rank's wire, uint8, of ``groups`` groups.

@@ -1,8 +1,10 @@
-"""TACO's codec (arXiv 2604.24088): groups of values, transformed, scaled, rounded to fp8 or integers.
+"""TACO's codec (arXiv 2604.24088): groups of values, transformed, scaled, rounded to fp8 or
+integers.
 
-Where to read: ``layout`` has the bytes of the wire, ``reference`` the arithmetic that defines the codec, with
-its derivation; ``outliers`` defines lists of outliers. ``launch`` has the Triton kernels and their launches,
-``wire`` and ``outlier_kernels`` what kernels do with a tile, ``spec`` how they are compiled and run.
+Where to read: ``layout`` has the bytes of the wire, ``reference`` the arithmetic that defines the
+codec, with its derivation; ``outliers`` defines lists of outliers. ``launch`` has the Triton
+kernels and their launches, ``wire`` and ``outlier_kernels`` what kernels do with a tile, ``spec``
+how they are compiled and run.
 """
 
 from taco_kernels.common import dispatched

@@ -1,18 +1,19 @@
 """The kernels, which read and write once, and their launches. Same signatures as reference.py.
 
-A chunk is n groups, a tile R of them. A persistent kernel numbers the tiles of all chunks, and program p of P
-takes tiles p, p + P, p + 2 P, ...::
+A chunk is n groups, a tile R of them. A persistent kernel numbers the tiles of all chunks, and
+program p of P takes tiles p, p + P, p + 2 P, ...::
 
     chunk          0                              1
     tile           0      1    ...   t - 1        t    ...     t = ceil(n / R)
     groups     0..R-1  R..2R-1 ...   ..n-1        0..R-1
 
-Where chunks are shorter than a tile (tokens), a tile holds several whole chunks instead, and the kernel sees
-one chunk of all groups (spec.Spec.ROW).
+Where chunks are shorter than a tile (tokens), a tile holds several whole chunks instead, and the
+kernel sees one chunk of all groups (spec.Spec.ROW).
 
 Sums are taken in the Hadamard domain, in the order of the senders; those of two senders outside.
 
-A call is planned once for each configuration, shape and device (``Plan``), and a plan is looked up by them.
+A call is planned once for each configuration, shape and device (``Plan``), and a plan is looked up
+by them.
 """
 
 import math
@@ -52,7 +53,8 @@ from taco_kernels.taco.wire import (
 
 @triton.jit
 def end_of(first, groups, C: tl.constexpr):
-    """Number after the last group of the chunk; with C.ROW, after that of the tile, which is whole chunks.
+    """Number after the last group of the chunk; with C.ROW, after that of the tile, which is whole
+    chunks.
 
     Args:
         first: the tile's first group.
@@ -71,7 +73,8 @@ def encode_kernel(
     x, out, numel, groups, chunks, out_stride, run, inner, stride_outer, stride_inner,
     FLAGS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out[chunk] = wire of ``groups`` groups, for every chunk of x. Persistent programs, a tile a step.
+    """out[chunk] = wire of ``groups`` groups, for every chunk of x. Persistent programs, a tile a
+    step.
 
     Args:
         x: pointer to the tensor, bf16, fp16 or fp32.
@@ -155,7 +158,8 @@ def decode_sum_kernel(
     wires, x, numel, groups, wire_stride, run, inner, stride_outer, stride_inner, W: tl.constexpr,
     FLAGS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """x = WHT(sum of q * step), of two senders the sum of WHT(q) * step. Persistent programs, a tile a step.
+    """x = WHT(sum of q * step), of two senders the sum of WHT(q) * step. Persistent programs, a
+    tile a step.
 
     Args:
         wires: pointer to the first sender's wire, uint8.
@@ -192,7 +196,8 @@ def decode_sum_kernel(
 def decode_sum_encode_kernel(
     wires, out, groups, wire_stride, W: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """out = wire, by D, of the sum of q * step, without leaving the Hadamard domain. A tile a program.
+    """out = wire, by D, of the sum of q * step, without leaving the Hadamard domain. A tile a
+    program.
 
     Args:
         wires: pointer to the first sender's wire, uint8.
@@ -262,7 +267,8 @@ def layout_of(x: torch.Tensor) -> Layout:
 def merged_dimensions(layout: Layout) -> list[tuple[int, int]]:
     """Return the fewest (size, stride) that walk a tensor in row-major order.
 
-    A dimension whose stride is the size times the stride of the next one continues it: both become one.
+    A dimension whose stride is the size times the stride of the next one continues it: both become
+    one.
     """
     dims: list[tuple[int, int]] = []
     for size, stride in zip(*layout or ((), ()), strict=True):
@@ -278,8 +284,8 @@ def merged_dimensions(layout: Layout) -> list[tuple[int, int]]:
 def rows_of(layout: Layout, group_size: int) -> Rows | None:
     """Return how a kernel walks a tensor in row-major order without a copy, or None if it cannot.
 
-    It can when the tensor, after merging dimensions, is contiguous, or has at most three dimensions, the last
-    one contiguous and a multiple of the group size.
+    It can when the tensor, after merging dimensions, is contiguous, or has at most three
+    dimensions, the last one contiguous and a multiple of the group size.
     """
     dims = merged_dimensions(layout)
     if not dims or (len(dims) == 1 and dims[0][1] == 1):
@@ -330,7 +336,8 @@ def _plan(
         check_wires(shape, dtype, config, chunk)
         if numel and not shape[0]:
             raise ValueError(f"wires of shape {tuple(shape)} hold nothing to decode")
-    # Where the kernel cannot walk the tensor, the call passes a contiguous one, and the plan is for that.
+    # Where the kernel cannot walk the tensor, the call passes a contiguous one, and the plan is for
+    # that.
     rows = rows_of(layout, config.group_size)
     walkable = rows is not None
     if numel == 0:
@@ -368,7 +375,8 @@ def _together(
     operation: str, config: CodecConfig, device: Device,
     numel: int, chunk: int, chunks: int, stride: int,
 ) -> bool:  # fmt: skip
-    """Return True if tiles are to hold several whole chunks: all chunks are full, next to each other, short."""
+    """Return True if tiles are to hold several whole chunks: all chunks are full, next to each
+    other, short."""
     full = numel == chunks * chunk and stride == config.wire_bytes(chunk)
     if chunks == 1 or config.outliers or not full:
         return False

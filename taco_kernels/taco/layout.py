@@ -1,15 +1,17 @@
 """What goes on the wire: formats, group and chunk sizes, where payload and scales lie.
 
-A tensor is split into equal chunks (one a rank, say), zero padded to whole groups, and each chunk has a wire of
-its own. One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C / G`` groups) is::
+A tensor is split into equal chunks (one a rank, say), zero padded to whole groups, and each chunk
+has a wire of its own. One chunk of ``C`` values (``C`` a multiple of the group size ``G``, ``n = C
+/ G`` groups) is::
 
     plane 0 | plane 1 | ... | n step values s | n adaptive scales alpha (dual scales only) | zeros
 
-padded to a multiple of 16 bytes, so that every chunk of a wire can be read with 16-byte accesses. With signed
-scales s has either sign. With ``outliers`` the lists of outliers of every block follow (outliers.py).
+padded to a multiple of 16 bytes, so that every chunk of a wire can be read with 16-byte accesses.
+With signed scales s has either sign. With ``outliers`` the lists of outliers of every block follow
+(outliers.py).
 
-A plane holds ``b`` bits of every code of the chunk in order: 16 codes fill ``2b`` bytes, byte ``j`` of them
-carrying elements ``j, j + 2b, j + 4b, ...``, the first in the low bits::
+A plane holds ``b`` bits of every code of the chunk in order: 16 codes fill ``2b`` bytes, byte ``j``
+of them carrying elements ``j, j + 2b, j + 4b, ...``, the first in the low bits::
 
     format            planes, bits    bytes a group of 128, with dual / single scales
     fp8, int8         8               136 / 130
@@ -58,22 +60,25 @@ _SCALE_BYTES = {"dual": 8, "single": 2, "signed": 2}
 
 @dataclass(frozen=True)
 class CodecConfig:
-    """Everything that decides the bytes of an encoded tensor. Validated on construction (ValueError)."""
+    """Everything that decides the bytes of an encoded tensor. Validated on construction
+    (ValueError)."""
 
     format: str = "fp8-e4m3"
     """One of FORMATS; int6, int5 and int4 are bit-packed."""
     group_size: int = 128
     """Values that share a scale and a Hadamard transform; a power of two from 32 to 256."""
     scales: str = "dual"
-    """``dual``: fp32 s and fp32 alpha a group (TACO). ``single``: one bf16 step a group, rounded up.
-    ``signed``: the same with a sign, integers only. A symmetric grid leaves the code -2^(bits - 1) unused;
-    with a negative step it serves a positive extreme, too. int4, int5 and int6 then have the quadratic grid
-    (reference.py). For the same bytes the squared error of Gaussian groups of 64 is 33 % lower in int4, 27 in
+    """``dual``: fp32 s and fp32 alpha a group (TACO). ``single``: one bf16 step a group, rounded
+    up. ``signed``: the same with a sign, integers only. A symmetric grid leaves the code -2^(bits -
+    1) unused; with a negative step it serves a positive extreme, too. int4, int5 and int6 then have
+    the quadratic grid (reference.py). For the same bytes the squared error of Gaussian groups of 64
+    is 33 % lower in int4, 27 in
     int5, 23 in int6."""
     hadamard: bool = True
     """False leaves the Walsh-Hadamard transform out: plain group scaling, an ablation."""
     outliers: bool = False
-    """Outliers are stored separately, not to drown their groups (outliers.py): 0.125 bits a value."""
+    """Outliers are stored separately, not to drown their groups (outliers.py): 0.125 bits a value.
+    """
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -96,7 +101,8 @@ class CodecConfig:
 
     @property
     def bend(self) -> int:
-        """``a`` of the quadratic grid of int4 to int6 with signed scales (reference.py); 0: uniform."""
+        """``a`` of the quadratic grid of int4 to int6 with signed scales (reference.py); 0:
+        uniform."""
         if self.scales != "signed":
             return 0
         return BEND.get(self.format, 0)
@@ -125,7 +131,8 @@ class CodecConfig:
         return self.payload_bytes_per_group() + _SCALE_BYTES[self.scales]
 
     def chunk_numel(self, numel: int, chunks: int = 1) -> int:
-        """Return the values in each of ``chunks`` equal pieces of ``numel`` values, padded to whole groups."""
+        """Return the values in each of ``chunks`` equal pieces of ``numel`` values, padded to whole
+        groups."""
         if numel < 0 or chunks < 1:
             raise ValueError(f"numel={numel} must be >= 0 and chunks={chunks} >= 1")
         return ceil_div(numel, chunks * self.group_size) * self.group_size

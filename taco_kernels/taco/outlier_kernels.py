@@ -5,10 +5,11 @@ A tile is whole blocks of BLOCK values, and a block has a list of SLOTS words. A
     30              12   11   10           0
     exponent, mantissa  sign  position in the block      0 stands for no value
 
-so words order as the magnitudes of their values do. A tile without outliers takes none of the branches here.
+so words order as the magnitudes of their values do. A tile without outliers takes none of the
+branches here.
 
-Names: ``C`` is a spec.Spec; ``first`` the tile's first group, int32; ``groups`` the number of groups of the
-chunk that ``wire`` points to; ``words`` the lists of a tile's blocks.
+Names: ``C`` is a spec.Spec; ``first`` the tile's first group, int32; ``groups`` the number of
+groups of the chunk that ``wire`` points to; ``words`` the lists of a tile's blocks.
 """
 
 import triton
@@ -42,7 +43,8 @@ def lists_of(wire, groups, C: tl.constexpr):
 
 @triton.jit
 def list_places(first, groups, C: tl.constexpr):
-    """int64[R * G / BLOCK * SLOTS]: numbers of the words of a tile's blocks; and a mask of those that exist.
+    """int64[R * G / BLOCK * SLOTS]: numbers of the words of a tile's blocks; and a mask of those
+    that exist.
 
     Args:
         first: the tile's first group, which begins a block.
@@ -104,7 +106,8 @@ def blocks_of_words(x, listed, C: tl.constexpr):
         C: constants of the tile.
     """
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    # Half of the last bit that is kept is added: to nearest. A carry into the exponent is right, too.
+    # Half of the last bit that is kept is added: to nearest. A carry into the exponent is right,
+    # too.
     words = (((bits & 0x7FFFFFFF) + 0x800) & MAGNITUDE) | ((bits >> 20) & SIGN)
     # Two steps: positions of single values, [R, G], would stay in registers.
     group_start = tl.arange(0, C.R) % (BLOCK // C.G) * C.G
@@ -161,7 +164,8 @@ def largest_of_eight(x, C: tl.constexpr):
 
 @triton.jit
 def find_outliers(x, remaining, C: tl.constexpr):
-    """True if a tile has outliers; and what they exceed, fp32[R], THRESHOLD times the mean magnitude.
+    """True if a tile has outliers; and what they exceed, fp32[R], THRESHOLD times the mean
+    magnitude.
 
     Args:
         x: [R, G], values.
@@ -275,7 +279,8 @@ def add_list(x, wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def any_list(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
-    """int32[R * G / BLOCK * SLOTS], positive somewhere if any sender's lists of the tile have a word.
+    """int32[R * G / BLOCK * SLOTS], positive somewhere if any sender's lists of the tile have a
+    word.
 
     Args:
         wires: pointer to the first sender's wire.

@@ -1,20 +1,22 @@
-"""Outliers, stored separately from the groups: what ``CodecConfig.outliers`` adds to a wire, in plain torch.
+"""Outliers, stored separately from the groups: what ``CodecConfig.outliers`` adds to a wire, in
+plain torch.
 
-A value is an outlier if it is more than THRESHOLD times its group's mean magnitude. That is beyond 6.4 sigma
-of a Gaussian group, and finds up to G / THRESHOLD - 1 equal values in one. It leaves a zero in its group, is
-sent in a list of its block (BLOCK values: a fixed number of groups, whatever a kernel's tile), and is added
-after the inverse transform to what that zero has become. So everything stays linear: senders' lists add up as
-their groups do. A sum is not searched again: what is an outlier of no sender stays in its group, where it is
-at most sqrt(W) times as far out.
+A value is an outlier if it is more than THRESHOLD times its group's mean magnitude. That is beyond
+6.4 sigma of a Gaussian group, and finds up to G / THRESHOLD - 1 equal values in one. It leaves a
+zero in its group, is sent in a list of its block (BLOCK values: a fixed number of groups, whatever
+a kernel's tile), and is added after the inverse transform to what that zero has become. So
+everything stays linear: senders' lists add up as their groups do. A sum is not searched again: what
+is an outlier of no sender stays in its group, where it is at most sqrt(W) times as far out.
 
 Each block has a list of SLOTS words of 31 bits::
 
     30              12   11   10           0
     exponent, mantissa  sign  position in the block      0 stands for no value
 
-The mantissa is the upper 11 bits of fp32's: bf16 and fp16 are exact in it, fp32 keeps 12 bits (2^-12). Of more
-outliers the largest go into the list, of equal ones the negative, then the last; the others stay in their
-groups. A group with a NaN or an infinity has no outlier, and stays what it was.
+The mantissa is the upper 11 bits of fp32's: bf16 and fp16 are exact in it, fp32 keeps 12 bits
+(2^-12). Of more outliers the largest go into the list, of equal ones the negative, then the last;
+the others stay in their groups. A group with a NaN or an infinity has no outlier, and stays what it
+was.
 """
 
 import torch
@@ -67,8 +69,8 @@ def split(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lists of the largest candidates, and the groups without those.
 
-    ``groups`` are fp32[n, G]; ``candidates`` bool[n, G], what may be listed, by default the outliers. The lists
-    are int32[blocks, SLOTS].
+    ``groups`` are fp32[n, G]; ``candidates`` bool[n, G], what may be listed, by default the
+    outliers. The lists are int32[blocks, SLOTS].
     """
     candidates = is_outlier(groups) if candidates is None else candidates
     words = words_of(groups.masked_fill(~candidates, 0.0))
@@ -110,7 +112,8 @@ def sum_lists(
     words, rest = split(total, total != 0)
     pending = words_of(rest)
     while pending.any():
-        # One value of each block at a time, the largest first: the order decides how sums are rounded.
+        # One value of each block at a time, the largest first: the order decides how sums are
+        # rounded.
         best = pending.amax(1, keepdim=True)
         hit = (pending == best) & (pending > 0)
         value = torch.where(hit, values_of(pending), 0.0)

@@ -1,6 +1,7 @@
 """The codec in plain torch: the definition that every kernel is tested against.
 
-TACO (arXiv 2604.24088) encodes a group x of G values as q = round(y / s), y = alpha * WHT(x) / sqrt(G),
+TACO (arXiv 2604.24088) encodes a group x of G values as q = round(y / s), y = alpha * WHT(x) /
+sqrt(G),
 alpha = clamp(qmax / sqrt(mean(x^2) + 1e-6), 1e-3, 1e3), s = max|y| / qmax, and sends q, s and alpha. In exact
 arithmetic y / s does not depend on alpha, so the arithmetic here, all of it fp32, runs on the mean
 
@@ -14,12 +15,12 @@ which cannot overflow for finite x (|h| <= max|x|) and whose prescale is an exac
 
 Single scale: the wire holds ``step = max|h| / qmax``, rounded up to bf16, and q = round(h / step). Signed
 scale: ``|step| = max(far / 2^(bits - 1), near / qmax)`` of the largest |h| on either side of zero, rounded up
-to bf16; it is negative where far is positive, so that far has a code of its own below -qmax, and no code
-overflows (values above bf16's largest may decode to infinity). The quadratic grid has values, a step and a
-rounding of its own (below). Without the Hadamard transform h = x and the
-factors sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends a
-zero, and a group that is not finite sends NaN and so decodes to NaN. Outliers are first stored separately, if
-the config says so (outliers.py).
+to bf16; it is negative where far is positive, so that far has a code of its own below -qmax, and no
+code overflows (values above bf16's largest may decode to infinity). The quadratic grid has values,
+a step and a rounding of its own (below). Without the Hadamard transform h = x and the factors
+sqrt(G) are 1. ``step`` has a floor of about 1e-15 (the paper's 1e-12 on s); an all-zero group sends
+a zero, and a group that is not finite sends NaN and so decodes to NaN. Outliers are first stored
+separately, if the config says so (outliers.py).
 
 In which order the functions of this module are called::
 
@@ -27,26 +28,26 @@ In which order the functions of this module are called::
     decode   unpack -> code_values -> decode_groups (steps) -> hadamard -> outliers.add
     sums     decode_groups of each sender -> sum_groups -> hadamard, or encode_groups
 
-The quadratic grid of int4, int5 and int6 with signed scales is denser near zero, where most of a rotated
-group's values lie. The codes u of ``bits`` bits stand for
+The quadratic grid of int4, int5 and int6 with signed scales is denser near zero, where most of a
+rotated group's values lie. The codes u of ``bits`` bits stand for
 
     v(u) = u (|u| + 2 a + 1),   -M <= u < M,   M = 2^(bits - 1)
 
 whose neighbours are 2 (|u| + a + 1) apart: from the middle to the ends 2.4 to 2.6 times farther. That is
-companding (Bennett 1948; Panter and Dite 1951: the best density is the cube root of the values'). All v are
-even integers below 2^12, so fp16 holds them and sums are exact in fp32. Midway between the values of n and
-n + 1 lies (n + a + 1)^2 - a (a + 1), so the code of the nearest one is
+companding (Bennett 1948; Panter and Dite 1951: the best density is the cube root of the values').
+All v are even integers below 2^12, so fp16 holds them and sums are exact in fp32. Midway between
+the values of n and n + 1 lies (n + a + 1)^2 - a (a + 1), so the code of the nearest one is
 
     |u| = floor(sqrt(|v| + a (a + 1))) - a
 
 of |v| to the nearest sixteenth: a square root then need not be exact, since its argument plus 1 / 32 is far
-enough from every square. ``a`` has the least squared error for Gaussian groups of 128, whose squared error is
-0.81, 0.79 and 0.79 (4, 5, 6 bits) of that of a uniform grid with a sign, 0.87, 0.86 and 0.85 in
-groups of 32.
+enough from every square. ``a`` has the least squared error for Gaussian groups of 128, whose
+squared error is 0.81, 0.79 and 0.79 (4, 5, 6 bits) of that of a uniform grid with a sign, 0.87,
+0.86 and 0.85 in groups of 32.
 
-The step has a sign, too: max(far / v(M), near / v(M - 1)) of the largest magnitudes on either side of zero,
-to the nearest bf16, so that whichever decides it has a code's value, and a lone one comes back. Half a bf16
-is too little for any value to lie beyond the outermost codes' cells.
+The step has a sign, too: max(far / v(M), near / v(M - 1)) of the largest magnitudes on either side
+of zero, to the nearest bf16, so that whichever decides it has a code's value, and a lone one comes
+back. Half a bf16 is too little for any value to lie beyond the outermost codes' cells.
 """
 
 import math
@@ -98,7 +99,8 @@ def amax_floor(config: CodecConfig) -> float:
 
 
 def root(config: CodecConfig) -> float:
-    """Return sqrt(G), or 1 without the transform: from the mean-normalised to the orthonormal transform."""
+    """Return sqrt(G), or 1 without the transform: from the mean-normalised to the orthonormal
+    transform."""
     return math.sqrt(config.group_size) if config.hadamard else 1.0
 
 
@@ -147,7 +149,8 @@ def code_values(codes: torch.Tensor, config: CodecConfig) -> torch.Tensor:
 
 
 def to_bf16(x: torch.Tensor, rounding: int = UP) -> torch.Tensor:
-    """Return the smallest bf16 that is not below x (UP), or the NEAREST one; x is fp32, finite and >= 0."""
+    """Return the smallest bf16 that is not below x (UP), or the NEAREST one; x is fp32, finite and
+    >= 0."""
     return ((x.view(torch.int32) + rounding) >> 16 << 16).view(torch.float32).bfloat16()
 
 
@@ -380,10 +383,12 @@ def decode(
 
 
 def sum_groups(wires: torch.Tensor, numel: int, config: CodecConfig) -> torch.Tensor:
-    """Return the sum over w of q_w * step_w in order 0..W-1: fp32[groups, G] in the Hadamard domain.
+    """Return the sum over w of q_w * step_w in order 0..W-1: fp32[groups, G] in the Hadamard
+    domain.
 
-    Each step is a fused multiply-add: one rounding to fp32. float64 stands in for it here (the product of two
-    fp32 numbers is exact in it); twice rounded is once rounded but in about one case of 2^29.
+    Each step is a fused multiply-add: one rounding to fp32. float64 stands in for it here (the
+    product of two fp32 numbers is exact in it); twice rounded is once rounded but in about one case
+    of 2^29.
 
     Args:
         wires: uint8[W, bytes], a row a sender.
@@ -439,7 +444,8 @@ def decode_sum(
 def decode_sum_encode(
     wires: torch.Tensor, config: CodecConfig, numel: int, config_out: CodecConfig | None = None
 ) -> torch.Tensor:
-    """Encode the sum of W senders without leaving the Hadamard domain: the middle of a two-shot all-reduce.
+    """Encode the sum of W senders without leaving the Hadamard domain: the middle of a two-shot
+    all-reduce.
 
     It is encode(decode_sum(wires)) but for the rounding of the two transforms that it leaves out.
 

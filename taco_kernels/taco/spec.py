@@ -1,7 +1,9 @@
-"""How kernels are compiled and run: constants derived from a CodecConfig; tile, warps, stages, programs.
+"""How kernels are compiled and run: constants derived from a CodecConfig; tile, warps, stages,
+programs.
 
-``make_spec`` gives the constants of a kernel. ``tuning_for`` looks up how an operation is run in one table,
-TUNING, by operation, architecture and configuration; ``tuning_in`` fits the tile to short chunks.
+``make_spec`` gives the constants of a kernel. ``tuning_for`` looks up how an operation is run in
+one table, TUNING, by operation, architecture and configuration; ``tuning_in`` fits the tile to
+short chunks.
 """
 
 from dataclasses import dataclass
@@ -244,17 +246,18 @@ TUNING: dict[TuningCase, Tuning] = {
     TuningCase("decode_sum_encode", HOPPER): Tuning(
         tile=2048, warps=2, stages=1, programs=0, registers=96
     ),
-    # All others: compiled for sm_80 to sm_120, never timed (docs/results/architectures.md). Conservative, so that
-    # programs fit into 99 KiB and nothing spills in a loop.
-    # sm_100: half a tile, which the fused kernels have, too, and they decode: see tuning_in.
+    # All others: compiled for sm_80 to sm_120, never timed (docs/results/architectures.md).
+    # Conservative, so that programs fit into 99 KiB and nothing spills in a loop. sm_100: half a
+    # tile, which the fused kernels have, too, and they decode: see tuning_in.
     TuningCase("encode", ("sm_100",), formats=("int5",), group_sizes=(64,)): Tuning(
         tile=4096, warps=4, stages=3, programs=2
     ),
     TuningCase("encode", ("sm_100",), formats=PACKED, group_sizes=(64,)): Tuning(
         tile=4096, warps=4, stages=4, programs=2
     ),
-    # With a tile its words are held, should there be outliers. One stage: what is fetched ahead goes through
-    # shared memory, which Triton leaves unswizzled where it is read in several layouts.
+    # With a tile its words are held, should there be outliers. One stage: what is fetched ahead
+    # goes through shared memory, which Triton leaves unswizzled where it is read in several
+    # layouts.
     TuningCase("encode", SMALL, formats=FLOATS, outliers=True): Tuning(
         tile=4096, warps=4, stages=1, programs=2
     ),
@@ -286,7 +289,8 @@ TUNING: dict[TuningCase, Tuning] = {
 }
 """How operations are run: the first row that covers one counts, so special cases come first."""
 LEAST_TILE = 2048
-"""Values: a product of the tensor cores wants 16 rows of 128, and lists of outliers whole blocks."""
+"""Values: a product of the tensor cores wants 16 rows of 128, and lists of outliers whole blocks.
+"""
 MOST_RANKS = 16
 """Most ranks of a collective, which has a chunk for each."""
 
@@ -317,11 +321,12 @@ def largest_tile(operation: str, config: CodecConfig) -> int:
 def tuning_in(
     operation: str, config: CodecConfig, device: Device, groups: int, chunks: int
 ) -> Tuning:
-    """Return how an operation on chunks is run: by TUNING, with smaller tiles for many short chunks.
+    """Return how an operation on chunks is run: by TUNING, with smaller tiles for many short
+    chunks.
 
-    Many chunks that are shorter than a tile, such as tokens, get a tile of their size (not timed). The few
-    chunks of a collective keep the tile that its fused kernels have: on smaller ones products may sum in
-    another order, and a code may be another.
+    Many chunks that are shorter than a tile, such as tokens, get a tile of their size (not timed).
+    The few chunks of a collective keep the tile that its fused kernels have: on smaller ones
+    products may sum in another order, and a code may be another.
 
     Args:
         operation: ``encode``, ``decode`` or ``decode_sum``.

@@ -6,12 +6,13 @@ A tile is R groups of G values, and goes these steps::
     decode   codes, scales --decode_groups--> fp32[R, G] --store_tile--> x
     sums     codes, scales of W senders --sum_senders--> h, in the Hadamard domain
 
-Names: ``C`` is a spec.Spec and ``FLAGS`` a spec.Flags. ``first`` is the tile's first group, int32; ``groups``
-the number of groups of the chunk that ``wire`` points to (with C.ROW of all chunks up to the tile's last).
+Names: ``C`` is a spec.Spec and ``FLAGS`` a spec.Flags. ``first`` is the tile's first group, int32;
+``groups`` the number of groups of the chunk that ``wire`` points to (with C.ROW of all chunks up to
+the tile's last).
 
-``rows`` is (run, inner, stride_outer, stride_inner). A tensor is contiguous, or (FLAGS.STRIDED) rows of ``run``
-groups, each contiguous, row r at ``(r // inner) * stride_outer + (r % inner) * stride_inner``; see
-launch.rows_of.
+``rows`` is (run, inner, stride_outer, stride_inner). A tensor is contiguous, or (FLAGS.STRIDED)
+rows of ``run`` groups, each contiguous, row r at ``(r // inner) * stride_outer + (r % inner) *
+stride_inner``; see launch.rows_of.
 """
 
 import triton
@@ -147,7 +148,8 @@ def quadratic_value_of(u, UNIT: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def quadratic_codes(h, inverse, C: tl.constexpr):
-    """int32[R, G]: codes of h * inverse plus 2^(BITS - 1), in the lowest bits. See packing.fixed_point.
+    """int32[R, G]: codes of h * inverse plus 2^(BITS - 1), in the lowest bits. See
+    packing.fixed_point.
 
     Args:
         h: fp32[R, G].
@@ -281,7 +283,8 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
     """
     step = load_step(wire, first, groups, C)
     if C.INTEGER and not C.INTERPRET:
-        # 16 codes at a time in PTX, and too large by a constant: cheaper than to subtract it from each.
+        # 16 codes at a time in PTX, and too large by a constant: cheaper than to subtract it from
+        # each.
         q = load_halves(wire, first, groups, C)
         OFFSET: tl.constexpr = halves_offset(C.BITS, C.BEND)
     else:
@@ -297,7 +300,8 @@ def decode_groups(wire, first, groups, matrix, C: tl.constexpr):
             h = tl.where(column == 0, h - OFFSET * C.G, h)
         h = unshuffle(h * step[:, None], C)
     else:
-        # Not a product: LLVM narrows one of fp16 and bf16 that is rounded to fp16, and loses small steps.
+        # Not a product: LLVM narrows one of fp16 and bf16 that is rounded to fp16, and loses small
+        # steps.
         h = tl.fma(q.to(tl.float32) - OFFSET, step[:, None], 0.0)
     return h
 
@@ -344,8 +348,8 @@ def extremes(h, C: tl.constexpr):
 
     The first two are those only with signed scales; else they are the third.
 
-    The third is not below infinity where a number is not finite: the transform spreads a NaN over its group,
-    where a maximum cannot miss it; without it, NaN counts as infinity.
+    The third is not below infinity where a number is not finite: the transform spreads a NaN over
+    its group, where a maximum cannot miss it; without it, NaN counts as infinity.
     """
     if C.SIGNED:
         # A maximum and a minimum may miss a NaN: as infinity the maximum finds it.
@@ -367,7 +371,8 @@ def extremes(h, C: tl.constexpr):
 
 @triton.jit
 def store_padding(wire, first, groups, C: tl.constexpr):
-    """Store zeros up to the next multiple of 16 bytes, after the chunks whose first group is in the tile.
+    """Store zeros up to the next multiple of 16 bytes, after the chunks whose first group is in the
+    tile.
 
     Args:
         wire: pointer to the chunk.
@@ -431,7 +436,8 @@ def encode_groups(h, wire, first, groups, C: tl.constexpr):
 
 @triton.jit
 def store_dual_scales(h, amax, bad, zero, wire, first, groups, C: tl.constexpr):
-    """Store s and alpha, or (C.MERGED) the step that they make; return fp32[R] reciprocals of the steps.
+    """Store s and alpha, or (C.MERGED) the step that they make; return fp32[R] reciprocals of the
+    steps.
 
     Args:
         h: fp32[R, G], the groups.
@@ -450,7 +456,8 @@ def store_dual_scales(h, amax, bad, zero, wire, first, groups, C: tl.constexpr):
     if not C.HADAMARD:
         # With the transform of the mean, sum(h^2) is the mean square of x already (Parseval).
         mean_square = mean_square * (1.0 / C.G)
-    # alpha and s as TACO has them (arXiv 2604.24088); reference.py says why codes do not depend on them.
+    # alpha and s as TACO has them (arXiv 2604.24088); reference.py says why codes do not depend on
+    # them.
     root = tl.sqrt_rn(mean_square + 1e-6)
     alpha = tl.div_rn(qmax, root)
     alpha = tl.minimum(tl.maximum(alpha, 1e-3), 1e3)
@@ -565,7 +572,8 @@ def add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C: tl.
 def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr):
     """fp32[R, G]: the sum of q * step over the senders, in their order.
 
-    Up to C.UNROLLED senders the loop is unrolled, so that the senders' loads are in flight together.
+    Up to C.UNROLLED senders the loop is unrolled, so that the senders' loads are in flight
+    together.
 
     Args:
         wires: pointer to the first sender's wire.

@@ -1,8 +1,8 @@
 """TAH-Quant in Triton: a kernel to encode and one to decode. Same signatures as reference.py.
 
-Each reads the tensor, or the wire, once. To encode, codes of all tiles are made at their full width; the extra
-bits go to scratch memory with the sums that entropies are made of, and reference.py chooses whose extra bits
-are sent, without waiting for the host::
+Each reads the tensor, or the wire, once. To encode, codes of all tiles are made at their full
+width; the extra bits go to scratch memory with the sums that entropies are made of, and
+reference.py chooses whose extra bits are sent, without waiting for the host::
 
     x --encode_kernel--> base planes, scales, pivots    on the wire
                          extra bits of every tile       scratch   \
@@ -10,8 +10,8 @@ are sent, without waiting for the host::
 
 To decode, codes are small integers, of which the Hadamard transform is exact.
 
-Moving element i to i ^ p before a Hadamard transform flips the sign of its output j where p & j has odd
-parity: the kernels flip signs instead.
+Moving element i to i ^ p before a Hadamard transform flips the sign of its output j where p & j has
+odd parity: the kernels flip signs instead.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ from taco_kernels.tah_quant import reference
 from taco_kernels.tah_quant.reference import TahConfig, TahLayout, layout_of
 
 HELD_BYTES = 8192
-"""Bytes of the tensor that a program holds: in bf16 64 tiles of 64, as many rows as the tensor cores take."""
+"""Bytes of the tensor that a program holds: in bf16 64 tiles of 64, as many rows as the tensor
+cores take."""
 WARPS = 4
 """Warps a program."""
 PROGRAMS = 4
@@ -43,7 +44,8 @@ LARGEST_SUM = tl.constexpr(reference.LARGEST_SUM)
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TahSpec(Constants):
-    """Constants of the kernels as one argument; common/hadamard.py and packing.py read some of them."""
+    """Constants of the kernels as one argument; common/hadamard.py and packing.py read some of
+    them."""
 
     R: tl.constexpr
     """Tiles a program holds at a time."""
@@ -110,8 +112,8 @@ def tile_pointers(x, row, tiles, per_row, channels, C: tl.constexpr):
     column = tl.arange(0, C.G)[None, :]
     mask = (row < tiles)[:, None]
     if C.PADDED:
-        # A row may have 2^31 values and more, so its tiles begin at 64-bit offsets. What remains of it is cut
-        # to a tile, so that the mask of the values is of 32 bits.
+        # A row may have 2^31 values and more, so its tiles begin at 64-bit offsets. What remains of
+        # it is cut to a tile, so that the mask of the values is of 32 bits.
         begin = (row % per_row).to(tl.int64) * C.G
         remaining = tl.minimum(channels - begin, C.G).to(tl.int32)
         begin = (row // per_row).to(tl.int64) * channels + begin
@@ -140,8 +142,8 @@ def after_plane(plane, tiles, BITS: tl.constexpr, C: tl.constexpr):
 def round_down_fp16(x):
     """int32 bits of the largest fp16 that is not above x (fp32).
 
-    The next smaller fp16 has the next smaller bits where it is positive, the next larger where it is negative;
-    below zero comes the smallest negative number.
+    The next smaller fp16 has the next smaller bits where it is positive, the next larger where it
+    is negative; below zero comes the smallest negative number.
     """
     half = x.to(tl.float16)
     bits = half.to(tl.int16, bitcast=True).to(tl.int32)
@@ -167,8 +169,8 @@ def from_fp16(bits):
 def grid_of(low, high, fits, C: tl.constexpr):
     """The grids of tiles between their smallest and largest values.
 
-    Three [R]: int32, step and zero point in fp16, the step in the lower half (NaN where a tile does not fit);
-    fp32, the inverse of the step; fp32, the zero point.
+    Three [R]: int32, step and zero point in fp16, the step in the lower half (NaN where a tile does
+    not fit); fp32, the inverse of the step; fp32, the zero point.
 
     Args:
         low: fp32[R], the smallest value of each tile.
@@ -192,7 +194,8 @@ def grid_of(low, high, fits, C: tl.constexpr):
 def outlier_of(magnitude, fits, C: tl.constexpr):
     """bool[R], which tiles have one outlier; and int32[R], its element.
 
-    An outlier is at least twice the second largest magnitude, so it alone is above half of the largest.
+    An outlier is at least twice the second largest magnitude, so it alone is above half of the
+    largest.
 
     Args:
         magnitude: fp32[R, G], of the values.
@@ -210,8 +213,8 @@ def outlier_of(magnitude, fits, C: tl.constexpr):
 def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels, C: tl.constexpr):
     """Everything but the widths and the choice of extra bits. Persistent programs, R tiles a step.
 
-    Each step: values; sums for the entropy; the outlier; the transform, of tiles that have one; the grid; codes;
-    planes.
+    Each step: values; sums for the entropy; the outlier; the transform, of tiles that have one; the
+    grid; codes; planes.
 
     Args:
         x: pointer to the tensor, contiguous, bf16, fp16 or fp32.
@@ -249,13 +252,15 @@ def encode_kernel(x, base, extra, scales, pivots, sums, tiles, per_row, channels
         pivot_byte = tl.where(chosen, pivot + 128, 0).to(tl.uint8)
         tl.store(pivots + row, pivot_byte, mask=inside)
         rotated = transform(value, matrix, C) * (1 / C.G**0.5)
-        # Elements i and i ^ pivot change places before the transform: signs of its outputs, after it.
+        # Elements i and i ^ pivot change places before the transform: signs of its outputs, after
+        # it.
         rotated = tl.where(odd(pivot[:, None] & column) == 1, -rotated, rotated)
         # Every tile is transformed; one without an outlier keeps its values.
         y = tl.where(chosen[:, None], rotated, y)
         pair, inverse, zero = grid_of(tl.min(y, axis=1), tl.max(y, axis=1), fits, C)
         tl.store(scales + row, pair, mask=inside)
-        # (y - zero) * inverse + 1/2, with 2^7 more the code's bits are those from CODE_AT on: a floor.
+        # (y - zero) * inverse + 1/2, with 2^7 more the code's bits are those from CODE_AT on: a
+        # floor.
         offset = tl.fma(-zero, inverse, 2.0 ** (23 - CODE_AT) + 0.5)
         inverse = tl.broadcast_to(inverse[:, None], y.shape)
         codes = tl.fma(y, inverse, tl.broadcast_to(offset[:, None], y.shape))
@@ -324,7 +329,8 @@ def decode_kernel(
         pivot = tl.load(pivots + row, mask=inside, other=0).to(tl.int32)
         chosen = (pivot >= 128)[:, None]
         pivot = (pivot & 127)[:, None]
-        # The transform is its own inverse: signs of its inputs give elements i and i ^ pivot exchanged.
+        # The transform is its own inverse: signs of its inputs give elements i and i ^ pivot
+        # exchanged.
         signed = tl.where(odd(pivot & column) == 1, -codes, codes)
         scale = step * (1 / C.G**0.5)
         rotated = transform(signed.to(tl.float16), matrix, C) * scale[:, None]

@@ -1,41 +1,45 @@
 """TAH-Quant in plain torch: the definition that the kernels are tested against.
 
-Source: TAH-Quant (arXiv 2506.01352). All arithmetic is fp32. A tile x of T values whose largest magnitude,
-in element p, is at least twice the second has its elements i and i ^ p change places, which makes the largest
-one element 0 (the paper exchanges 0 and p alone), and is multiplied by the orthonormal Hadamard matrix
-(Sylvester order: row 0 is constant, so the outlier becomes an offset; exchanging all pairs only flips the
-signs of what the matrix gives, those of outputs j where p & j has odd parity). Then
+Source: TAH-Quant (arXiv 2506.01352). All arithmetic is fp32. A tile x of T values whose largest
+magnitude, in element p, is at least twice the second has its elements i and i ^ p change places,
+which makes the largest one element 0 (the paper exchanges 0 and p alone), and is multiplied by the
+orthonormal Hadamard matrix (Sylvester order: row 0 is constant, so the outlier becomes an offset;
+exchanging all pairs only flips the signs of what the matrix gives, those of outputs j where p & j
+has odd parity). Then
 
     zero = fp16(min y) rounded down        step = fp16((max y - zero) / (2^h - 1)) rounded up
     q    = floor((y - zero) / step + 1/2)  y'   = zero + step * q
 
 with h = ``high_bits``; rounding that way keeps every value inside the grid: |y - y'| <= step / 2. A low tile
-drops the d = h - l last bits of its codes, y' = zero + step * ((q >> d) * 2^d + (2^d - 1) / 2): cells of
-2^d steps, decoded at their centres. That is an l-bit grid (0.87 of the squared error of one whose end points
-are the minimum and the maximum, at 3 of 4 bits), and it needs no second pass when widths are known.
+drops the d = h - l last bits of its codes, y' = zero + step * ((q >> d) * 2^d + (2^d - 1) / 2):
+cells of 2^d steps, decoded at their centres. That is an l-bit grid (0.87 of the squared error of
+one whose end points are the minimum and the maximum, at 3 of 4 bits), and it needs no second pass
+when widths are known.
 
 Entropy of a unit: H = -sum p log2 p with p = |x| / sum|x|, from S = sum|x| and L = sum|x| log2|x| as
-log2(S) - L / S. Units of larger entropy are high; of equal ones the first. A tile with a NaN, an infinity or
-values whose sum passes 2^100 has the step NaN and decodes to NaN. Elsewhere a minimum of y below -65504,
-the end of fp16's range, makes the zero infinite, and max y - zero above 65504 (2^h - 1) the step; such a tile
-decodes to values that are not finite. Large values alone do not: the zero is at most 65504, and while the
-step fits, all of the above holds.
+log2(S) - L / S. Units of larger entropy are high; of equal ones the first. A tile with a NaN, an
+infinity or values whose sum passes 2^100 has the step NaN and decodes to NaN. Elsewhere a minimum
+of y below -65504, the end of fp16's range, makes the zero infinite, and max y - zero above 65504
+(2^h - 1) the step; such a tile decodes to values that are not finite. Large values alone do not:
+the zero is at most 65504, and while the step fits, all of the above holds.
 
-A tensor [.., samples, channels] is tokens x samples rows of ``channels`` values; a row is split into tiles of
-``tile_size`` consecutive channels, the last one zero padded. The wire, whose size follows from the settings
-and the shape alone, is these sections, each padded to a multiple of 16 bytes::
+A tensor [.., samples, channels] is tokens x samples rows of ``channels`` values; a row is split
+into tiles of ``tile_size`` consecutive channels, the last one zero padded. The wire, whose size
+follows from the settings and the shape alone, is these sections, each padded to a multiple of 16
+bytes::
 
     base planes | extra plane | scales | pivots uint8 | widths
 
-Base planes hold ``low_bits`` of every code, the extra plane the other ``high_bits - low_bits`` of those of
-high tiles, in the order of their slots. A plane holds ``b`` bits of every code: 16 codes fill ``2b`` bytes,
-byte ``j`` of them carrying elements ``j, j + 2b, ...``, the first in the low bits. A tile's scales are its
-step and its zero point, fp16. Its byte of pivots is the element that became element 0, plus 128 if the tile
-was transformed. Widths are one bit a unit, set for high ones, 32-bit words a population.
+Base planes hold ``low_bits`` of every code, the extra plane the other ``high_bits - low_bits`` of
+those of high tiles, in the order of their slots. A plane holds ``b`` bits of every code: 16 codes
+fill ``2b`` bytes, byte ``j`` of them carrying elements ``j, j + 2b, ...``, the first in the low
+bits. A tile's scales are its step and its zero point, fp16. Its byte of pivots is the element that
+became element 0, plus 128 if the tile was transformed. Widths are one bit a unit, set for high
+ones, 32-bit words a population.
 
-Widths are allocated to *units*, each inside a *population*: tokens inside a sample, or tiles inside a
-segment of SEGMENT consecutive ones. Of every population of N, exactly floor(ratio * N) units are high, so
-slots of a population start at a place that is known beforehand.
+Widths are allocated to *units*, each inside a *population*: tokens inside a sample, or tiles inside
+a segment of SEGMENT consecutive ones. Of every population of N, exactly floor(ratio * N) units are
+high, so slots of a population start at a place that is known beforehand.
 """
 
 import math
@@ -55,14 +59,17 @@ SEGMENT = 256
 TILE_SIZES = (32, 64, 128)
 """Channels that can share a scale."""
 LARGEST_SUM = 2.0**100
-"""Tiles whose magnitudes add up to this or more count as not finite: their transform might overflow."""
+"""Tiles whose magnitudes add up to this or more count as not finite: their transform might
+overflow."""
 SMALLEST_SUM = 2.0**-100
-"""Units whose magnitudes add up to this or less have no entropy: kernels cannot tell them from zeros."""
+"""Units whose magnitudes add up to this or less have no entropy: kernels cannot tell them from
+zeros."""
 
 
 @dataclass(frozen=True)
 class TahConfig:
-    """Everything that decides the bytes of an encoded tensor. Validated on construction (ValueError)."""
+    """Everything that decides the bytes of an encoded tensor. Validated on construction
+    (ValueError)."""
 
     tile_size: int = 64
     """Consecutive channels that share a scale and a zero point."""
@@ -126,7 +133,8 @@ class TahLayout:
     units: int
     """Units of the tensor."""
     population: int
-    """Units of a population: a sample's tokens, or a segment's tiles; the last segment may have fewer."""
+    """Units of a population: a sample's tokens, or a segment's tiles; the last segment may have
+    fewer."""
     populations: int
     """Populations of the tensor: samples, or segments."""
     high_units: int
@@ -246,7 +254,8 @@ def round_up_fp16(x: torch.Tensor) -> torch.Tensor:
 def transform_tiles(
     x: torch.Tensor, fits: torch.Tensor, config: TahConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y, the tiles with pivot and Hadamard transform where they apply, and the bytes of pivots.
+    """Return y, the tiles with pivot and Hadamard transform where they apply, and the bytes of
+    pivots.
 
     y is fp32[tiles, T], the pivots uint8[tiles].
 
@@ -266,7 +275,8 @@ def transform_tiles(
 
 
 def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """Return fp32[units]: bits by which a unit's magnitudes are spread; 0 where they are zeros or not finite.
+    """Return fp32[units]: bits by which a unit's magnitudes are spread; 0 where they are zeros or
+    not finite.
 
     Args:
         total: fp32[tiles], each tile's sum of |x|.
@@ -281,7 +291,8 @@ def entropies(total: torch.Tensor, weighted: torch.Tensor, layout: TahLayout) ->
 
 
 def choose_high(entropies: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """Return bool[populations, population]: the units of the largest entropy, of equal ones the first.
+    """Return bool[populations, population]: the units of the largest entropy, of equal ones the
+    first.
 
     ``entropies`` are fp32[units].
     """
@@ -301,9 +312,11 @@ def choose_high(entropies: torch.Tensor, layout: TahLayout) -> torch.Tensor:
 
 
 def tile_slots(high: torch.Tensor, layout: TahLayout) -> torch.Tensor:
-    """Return int64[tiles]: where a high tile's extra bits go, counted in tiles; ``high_tiles`` for the others.
+    """Return int64[tiles]: where a high tile's extra bits go, counted in tiles; ``high_tiles`` for
+    the others.
 
-    ``high`` is what ``choose_high`` gives. High units of a population take consecutive slots, in their order.
+    ``high`` is what ``choose_high`` gives. High units of a population take consecutive slots, in
+    their order.
     """
     # Of every full population the same number is high, so its slots begin at a known one.
     first = torch.arange(layout.populations, device=high.device)[:, None] * layout.high_units
@@ -408,7 +421,8 @@ def encode(x: torch.Tensor, config: TahConfig) -> torch.Tensor:
 
 
 def code_values(wire: torch.Tensor, layout: TahLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes fp32[tiles, T], those of low tiles with zeros for the dropped bits; and which are low, bool.
+    """Return codes fp32[tiles, T], those of low tiles with zeros for the dropped bits; and which
+    are low, bool.
 
     ``wire`` is uint8[wire_bytes].
     """
