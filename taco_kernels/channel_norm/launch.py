@@ -196,7 +196,7 @@ def statistics_kernel(
     all_tokens = tl.full((), 1.0, tl.float32) * tokens
     rms_of_all = tl.sqrt_rn((squares + outside) / all_tokens).to(tl.bfloat16)
     # A rounding of the mean alone is no spread: see EQUAL.
-    is_equal = rms.to(tl.float32) <= EQUAL * tl.abs(mean.to(tl.float32))
+    is_equal = rms.to(tl.float32) <= tl.abs(mean.to(tl.float32)) * EQUAL
     rms = tl.where(is_equal, rms_of_all, rms)
     tl.store(statistics + channels + column, rms, mask=inside)
     rms = rms.to(tl.float32)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from megatron.compression.errors import CompressionConfigError
 
 DEVELOPED_WITH = "2.11"
-"""The torch whose FSDP2 this was written for; 2.13 has been tried too."""
+"""The torch whose FSDP2 this was written for; later ones have been tried too (docs/versions.md)."""
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -49,7 +49,6 @@ _GROUP_NAMES = (
     "modules",
     "mesh_info",
     "post_forward_mesh_info",
-    "mp_policy",
     "offload_policy",
     "device",
     "gradient_divide_factor",
@@ -64,6 +63,7 @@ _PARAMETER_NAMES = (
     "_sharded_param_data",
     "_sharded_local_tensor",
     "_module_info",
+    "mp_policy",
 )
 
 
@@ -104,14 +104,24 @@ class ParameterGroup:
     @property
     def gather_dtypes(self) -> set[torch.dtype]:
         """The types that the weights are gathered in."""
-        cast_to = self.fsdp.mp_policy.param_dtype
-        return {cast_to or parameter.dtype for parameter in self.parameters}
+        return {
+            shard.mp_policy.param_dtype or shard.sharded_param.dtype
+            for shard in self.fsdp.fsdp_params
+        }
 
     @property
     def gradient_dtype(self) -> torch.dtype:
         """The type that the gradients are reduced in."""
-        policy = self.fsdp.mp_policy
-        return policy.reduce_dtype or policy.param_dtype or self.parameters[0].dtype
+        return self._gradient_dtypes[0]
+
+    @property
+    def _gradient_dtypes(self) -> list[torch.dtype]:
+        """The type of each parameter's gradient in a reduction."""
+        dtypes = []
+        for shard in self.fsdp.fsdp_params:
+            policy = shard.mp_policy
+            dtypes.append(policy.reduce_dtype or policy.param_dtype or shard.sharded_param.dtype)
+        return dtypes
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -185,7 +195,7 @@ class ParameterGroup:
                 f"gathers {names}, and lossless shortens bf16 and fp32; use bf16, or gather='int8'"
             )
         # A memory adds to an iteration what another has left out, in the unit of then.
-        if memory and torch.float16 in (self.fsdp.mp_policy.reduce_dtype, *self.gather_dtypes):
+        if memory and torch.float16 in (*self._gradient_dtypes, *self.gather_dtypes):
             return (
                 "has fp16 gradients, whose scale may change; use bf16, or no compressor with a "
                 "memory"
@@ -208,6 +218,17 @@ class ParameterGroup:
             )
         if type(fsdp._reduce_scatter_comm) is not DefaultReduceScatter:
             return "has a reduce-scatter of its own; drop set_custom_reduce_scatter()"
+        # From torch 2.15 on a parameter can have types of its own, and FSDP then packs the gradients in
+        # another order than the parameters'.
+        kept_in = {
+            getattr(shard, "sharded_grad_dtype", None) or shard.sharded_param.dtype
+            for shard in fsdp.fsdp_params
+        }
+        if len(set(self._gradient_dtypes)) > 1 or len(kept_in) > 1:
+            return (
+                "has gradients of several types; give fully_shard() parameters of one type, and drop "
+                "param_dtype_override_fn and grad_dtype"
+            )
         return None
 
 
