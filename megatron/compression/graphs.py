@@ -44,10 +44,10 @@ def _holds_experts(args: Namespace) -> bool:
 
 def held_by_layers(args: Namespace) -> set[str]:
     """Return the dimensions whose messages graphs of layers hold."""
-    held = {"tensor_parallel", "context_parallel"}
+    dimensions = {"tensor_parallel", "context_parallel"}
     if _holds_experts(args):
-        held.add("expert_parallel")
-    return held
+        dimensions.add("expert_parallel")
+    return dimensions
 
 
 def refuse_host_splits(args: Namespace, name: str) -> None:

@@ -1,7 +1,8 @@
-"""Which parameters every tensor-parallel rank holds in whole: its replicas, which must keep equal bits.
+"""Which parameters every tensor-parallel rank holds in whole: its replicas, which must keep equal
+bits.
 
-Megatron marks a parameter that tensor parallelism shards by ``tensor_model_parallel``. What has no mark
-counts as a replica, is summed or copied over the ranks, and so must be one.
+Megatron marks a parameter that tensor parallelism shards by ``tensor_model_parallel``. What has no
+mark counts as a replica, is summed or copied over the ranks, and so must be one.
 """
 
 import torch
@@ -19,14 +20,14 @@ def sharded_without_mark(
 ) -> dict[torch.nn.Parameter, str]:
     """Find parameters that tensor parallelism shards although Megatron has not marked them.
 
-    Attention's ``softmax_offset`` is one. Taken for replicas, the ranks' different shards would be made
-    equal. The model's checkpoint tells them apart: its ``sharded_state_dict`` says which part of a whole
-    tensor a rank saves.
+    Attention's ``softmax_offset`` is one. Taken for replicas, the ranks' different shards would be
+    made equal. The model's checkpoint tells them apart: its ``sharded_state_dict`` says which part
+    of a whole tensor a rank saves.
 
     Args:
         module: a model chunk.
-        data_shards: ranks over which torch's FSDP2 shards each parameter in its first dimension; 1 without
-            FSDP2. These parts are no work of tensor parallelism.
+        data_shards: ranks over which torch's FSDP2 shards each parameter in its first dimension; 1
+            without FSDP2. These parts are no work of tensor parallelism.
 
     Returns:
         The parameters, and their names in the module.

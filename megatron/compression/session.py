@@ -487,8 +487,8 @@ class Session:
 def groups_by_dimension(has_experts: bool) -> dict[str, list[dist.ProcessGroup]]:
     """Return this rank's process groups by dimension.
 
-    The audit compares the bytes that the ledger has for a dimension with those that were sent in its
-    groups.
+    The audit compares the bytes that the ledger has for a dimension with those that were sent in
+    its groups.
     """
     groups = {
         "expert parallel": [],

@@ -85,7 +85,7 @@ def test_names_parse_back(spec: str, canonical: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "registry", [CODECS, GRADIENT_COMPRESSORS], ids=lambda registry: registry.what
+    "registry", [CODECS, GRADIENT_COMPRESSORS], ids=lambda registry: registry.noun
 )
 def test_a_long_number_in_a_name_parses_back(registry: Registry) -> None:
     """Every setting that is a number with a point, at values of up to 17 digits."""

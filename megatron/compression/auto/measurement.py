@@ -339,9 +339,9 @@ def _gemm_rate(args: Namespace, watch: Stopwatch) -> float:
     """Return the FLOP/s of a layer's first MLP product on this rank."""
     tokens, samples, channels = activations(args)
     columns = args.ffn_hidden_size // args.tensor_model_parallel_size
-    left = normal_values((tokens * samples, channels), args.params_dtype, watch.device)
-    right = normal_values((channels, columns), args.params_dtype, watch.device)
-    return 2 * left.numel() * columns / watch.seconds(lambda: left @ right)
+    inputs = normal_values((tokens * samples, channels), args.params_dtype, watch.device)
+    weights = normal_values((channels, columns), args.params_dtype, watch.device)
+    return 2 * inputs.numel() * columns / watch.seconds(lambda: inputs @ weights)
 
 
 def dimension_config(

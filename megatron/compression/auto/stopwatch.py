@@ -55,12 +55,12 @@ class Stopwatch:
             calls_a_run = CAPTURED_CALLS
         # The second call warms up too. How often to repeat follows from its time on the slowest
         # rank, so that all ranks repeat alike.
-        once = largest(self._time(call, 1))[0]
-        if once > VERY_LONG_CALL:
-            return once / calls_a_run
-        repeats = round(TRIAL_SECONDS / max(once, 1e-9))
+        second_call = largest(self._time(call, 1))[0]
+        if second_call > VERY_LONG_CALL:
+            return second_call / calls_a_run
+        repeats = round(TRIAL_SECONDS / max(second_call, 1e-9))
         repeats = max(1, min(MOST_REPEATS, repeats))
-        trials = TRIALS if once < LONG_CALL else 2
+        trials = TRIALS if second_call < LONG_CALL else 2
         median = statistics.median(self._time(call, repeats) for _ in range(trials))
         return largest(median)[0] / calls_a_run
 

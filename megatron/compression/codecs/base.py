@@ -35,8 +35,8 @@ class Codec(abc.ABC):
 
     @property
     def sees_shape(self) -> bool:
-        """Whether a payload depends on the row's shape (tokens, channels), and not on its values in
-        order alone: collectives then cut tensors along the first dimension only."""
+        """True where a payload depends on the row's shape (tokens, channels), and not on its values
+        in order alone: collectives then cut tensors along the first dimension only."""
         return False
 
     @property
@@ -60,7 +60,7 @@ class Codec(abc.ABC):
 
     @property
     def one_exchange(self) -> bool:
-        """Whether an all-reduce between two ranks is one exchange: both exchanges have the same
+        """True where an all-reduce between two ranks is one exchange: both exchanges have the same
         codec."""
         first, second = self.hops
         return first is second or first == second

@@ -42,7 +42,11 @@ def check_contract(compressors: Iterable[object]) -> None:
 
 
 def _check_codec(codec: Codec, device: str) -> None:
-    """Raises: CompressionConfigError: the first mistake of one codec."""
+    """Try one codec on tensors of several shapes and dtypes.
+
+    Raises:
+        CompressionConfigError: its first mistake.
+    """
     for shape in TOKEN_SHAPES if codec.sees_shape else FLAT_SHAPES:
         for dtype in DTYPES:
             # The same values on every rank: all of them refuse the codec, or none.

@@ -30,13 +30,13 @@ class Registry:
     """Dataclasses by name, and the strings that describe their instances.
 
     Args:
-        what: what an entry is called in errors.
+        noun: what an entry is called in errors.
         entry_points: the group of entry points under which other packages register theirs.
         modules: packages of ours; every module in them is imported before the first look-up.
     """
 
-    def __init__(self, what: str, entry_points: str, modules: tuple[str, ...]) -> None:
-        self.what = what
+    def __init__(self, noun: str, entry_points: str, modules: tuple[str, ...]) -> None:
+        self.noun = noun
         self._entry_points = entry_points
         self._modules = modules
         self._entries: dict[str, tuple[type, dict[str, Any]]] = {}
@@ -64,7 +64,7 @@ class Registry:
             # The same class may come again, from a module that is loaded anew.
             if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise CompressionConfigError(
-                    f"the {self.what} {name!r} is {known.__qualname__} already; choose another name"
+                    f"the {self.noun} {name!r} is {known.__qualname__} already; choose another name"
                 )
             self._entries[name] = (cls, fixed)
             return cls
@@ -125,7 +125,7 @@ class Registry:
         if near := difflib.get_close_matches(name, known, n=1):
             hint = f"; did you mean {near[0]}?"
         raise CompressionConfigError(
-            f"{self.what} {name!r} is unknown; choose one of {', '.join(known)}, or "
+            f"{self.noun} {name!r} is unknown; choose one of {', '.join(known)}, or "
             f"MODULE:CLASS{hint}"
         )
 
@@ -162,7 +162,7 @@ class Registry:
             fix = ""
             if isinstance(error, ModuleNotFoundError):
                 fix = "; put its folder on PYTHONPATH"
-            raise CompressionConfigError(f"{self.what} {text!r}: {error}{fix}") from None
+            raise CompressionConfigError(f"{self.noun} {text!r}: {error}{fix}") from None
 
     def _load(self) -> None:
         """Import our modules and load other packages' entry points, once."""

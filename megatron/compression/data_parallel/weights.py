@@ -171,7 +171,7 @@ column."""
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return int64 ``[m]`` of 16-bit values ``[n]``, others where values are changed or change places.
+    """Return int64 ``[m]`` of 16-bit values ``[n]``, others where values change or change places.
 
     A sum over all values would not see that some have changed places, as where rows of a matrix are
     exchanged. So the values are laid out as a matrix, and its rows and columns are summed:

@@ -84,7 +84,7 @@ def _replace_pretrain(before: Callable[[Any], None]) -> None:
 
 
 def _no_preparation(cfg_container: Any) -> None:
-    """For a session that is open before ``pretrain``."""
+    """Do nothing: the session was opened before ``pretrain``."""
 
 
 def _pretraining(pretrain: Callable, calls: list[Callable[[Any], None]]) -> Callable:

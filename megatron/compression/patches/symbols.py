@@ -195,7 +195,7 @@ def _restore(owner: Any, name: str) -> None:
     """Put the original back, unless somebody else has put a wrapper over ours."""
     replacement = _replacements[owner, name]
     # Theirs lies over ours: to put the original there would undo theirs.
-    if _held(owner, name) is not replacement.function:
+    if _current(owner, name) is not replacement.function:
         return
     if replacement.inherited:
         delattr(owner, name)
@@ -222,7 +222,7 @@ def _register(
     # Ours may stand there, or lie under what somebody else has put over it: then it is found
     # through their wrapper, and a second one would count everything twice.
     known = _replacements.get((owner, name))
-    if known is not None and _reaches(_held(owner, name), known.function):
+    if known is not None and _reaches(_current(owner, name), known.function):
         if _describe(known.patch) != _describe(patch):
             raise PatchError(
                 f"{path} is replaced by {_describe(known.patch)} already; {_describe(patch)} has "
@@ -240,12 +240,12 @@ def _register(
     # The list is the closure's and the registry's: what is added later is called, too.
     calls: list[Callable] = []
     function = functools.wraps(original)(make(original, calls))
-    held = _held(owner, name)
+    current = _current(owner, name)
     # A plain function in a class would become a method.
-    if isinstance(held, staticmethod):
+    if isinstance(current, staticmethod):
         function = staticmethod(function)
     inherited = name not in vars(owner)
-    _replacements[owner, name] = Replacement(held, function, patch, inherited, lasting, calls)
+    _replacements[owner, name] = Replacement(current, function, patch, inherited, lasting, calls)
     setattr(owner, name, function)
     # One rank says it; all have the same versions.
     if os.environ.get("RANK", "0") == "0":
@@ -253,8 +253,8 @@ def _register(
     return calls
 
 
-def _held(owner: Any, name: str) -> Any:
-    """What a module or class holds under a name, without binding it; of a base class if it holds
+def _current(owner: Any, name: str) -> Any:
+    """Return what a module or class holds under a name, unbound; of a base class if it holds
     none."""
     return inspect.getattr_static(owner, name)
 

@@ -24,8 +24,9 @@ def log_line(
          [..] communication       10/     120 | tp.forward (MB): 2.507 of 4.719 | ... |
          tensor-parallel ratio: 1.873 |
 
-    2.507 MB of activations (the traffic class tp.forward) were sent instead of 4.719 MB. All traffic
-    of tensor parallelism together would have been 1.873 times as many bytes without a codec.
+    2.507 MB of activations (the traffic class tp.forward) were sent instead of 4.719 MB. All
+    traffic of tensor parallelism together would have been 1.873 times as many bytes without a
+    codec.
 
     Args:
         iteration: counted from 1.

@@ -256,23 +256,32 @@ def attach(chunk: torch.nn.Module) -> None:
     symbols.change_class(decoder, HalvesBlock)
 
 
+def _other_modules(layer: TransformerLayer) -> str | None:
+    """Return which module of a layer is not one of those that halves call, or None."""
+    attention = layer.self_attention
+    if not isinstance(attention, SelfAttention) or isinstance(attention, MLASelfAttention):
+        return f"has a {type(attention).__name__}"
+    if type(layer.mlp) is not MLP:
+        return f"has a {type(layer.mlp).__name__}"
+    # A layer without cross attention has megatron-core's IdentityOp in both places.
+    for module in (layer.cross_attention, layer.pre_cross_attn_layernorm):
+        if not isinstance(module, IdentityOp):
+            return "has cross attention"
+    return None
+
+
 def _why_not_halved(layer: torch.nn.Module) -> str | None:
     """Return what of a layer would not be computed if its modules were called instead of it, or
     None."""
     if type(layer) is not TransformerLayer:
         return f"is a {type(layer).__name__}"
-    attention = layer.self_attention
-    mlp = layer.mlp
-    if not isinstance(attention, SelfAttention) or isinstance(attention, MLASelfAttention):
-        return f"has a {type(attention).__name__}"
-    if type(mlp) is not MLP:
-        return f"has a {type(mlp).__name__}"
-    if not isinstance(layer.cross_attention, IdentityOp):
-        return "has cross attention"
-    if not isinstance(layer.pre_cross_attn_layernorm, IdentityOp):
-        return "has cross attention"
+    reason = _other_modules(layer)
+    if reason is not None:
+        return reason
     if {layer.self_attn_bda, layer.mlp_bda} != {get_bias_dropout_add}:
         return "adds to the residual stream in a way of its own"
+    attention = layer.self_attention
+    mlp = layer.mlp
     for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
         if getattr(linear, "site", None) is None:
             return "has linear layers of another kind"

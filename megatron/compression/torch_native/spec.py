@@ -178,7 +178,8 @@ def rotary(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool = False) -> t
 
     Args:
         t: ``[s, b, heads, head_dim]``.
-        freqs: angles ``[s, 1, 1, rotated]``, fp32; the second half of ``rotated`` repeats the first.
+        freqs: angles ``[s, 1, 1, rotated]``, fp32; the second half of ``rotated`` repeats the
+            first.
         interleaved: a pair is two neighbouring values, not one of each half. Rare: megatron-core's
             own unfused path does it.
     """

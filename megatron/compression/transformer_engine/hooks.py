@@ -234,7 +234,7 @@ class TransformerEngineLayers:
 def all_reduce(original: Callable[..., Result]) -> Callable[..., Result]:
     """Return what stands for ``allreduce(inp, tp_group, async_op)``."""
 
-    def allreduce(inp, tp_group=None, async_op=False, **others):
+    def allreduce(inp, tp_group=None, async_op=False, **engine_options):
         """Sum over the ranks: the output of a row-parallel layer, or the input gradient of a
         column-parallel one.
 
@@ -242,14 +242,16 @@ def all_reduce(original: Callable[..., Result]) -> Callable[..., Result]:
             inp: this rank's addend, ``[s, b, h]``; it may come to hold the sum.
             tp_group: the ranks.
             async_op: return a handle, which TE waits for after the weight gradient.
-            others: what other versions of TE pass as well.
+            engine_options: what other versions of TE pass as well.
         """
         active = _active_site(tp_group)
         if active is None:
-            return original(inp, tp_group, async_op, **others)
+            return original(inp, tp_group, async_op, **engine_options)
         message = _compressed(active, "all_reduce", inp, inp.nbytes)
         if message is None:
-            return _uncompressed(active, original, inp, tp_group, async_op=async_op, **others)
+            return _uncompressed(
+                active, original, inp, tp_group, async_op=async_op, **engine_options
+            )
         out = torch.empty_like(inp, memory_format=torch.contiguous_format)
         return _result(active, out, message.start(inp, out), async_op)
 
@@ -260,7 +262,9 @@ def reduce_scatter(original: Callable[..., Result]) -> Callable[..., Result]:
     """Return what stands for ``reduce_scatter_along_first_dim(inp, tp_group, async_op,
     output)``."""
 
-    def reduce_scatter_along_first_dim(inp, tp_group, async_op=False, output=None, **others):
+    def reduce_scatter_along_first_dim(
+        inp, tp_group, async_op=False, output=None, **engine_options
+    ):
         """Sum over the ranks under sequence parallelism: each keeps its tokens of the sum.
 
         Args:
@@ -268,15 +272,17 @@ def reduce_scatter(original: Callable[..., Result]) -> Callable[..., Result]:
             tp_group: the ranks.
             async_op: return a handle, which TE waits for after the weight gradient.
             output: ``[s / W, b, h]``; None: a new tensor.
-            others: what other versions of TE pass as well.
+            engine_options: what other versions of TE pass as well.
         """
         active = _active_site(tp_group)
         if active is None:
-            return original(inp, tp_group, async_op, output, **others)
+            return original(inp, tp_group, async_op, output, **engine_options)
         message = _compressed(active, "reduce_scatter", inp, inp.nbytes)
         if message is None:
-            others["output"] = output
-            return _uncompressed(active, original, inp, tp_group, async_op=async_op, **others)
+            engine_options["output"] = output
+            return _uncompressed(
+                active, original, inp, tp_group, async_op=async_op, **engine_options
+            )
         if output is None:
             output = inp.new_empty((inp.shape[0] // tp_group.size(), *inp.shape[1:]))
         return _result(active, output, message.start(inp, output), async_op)
@@ -291,7 +297,9 @@ def gather(original: Callable[..., Result]) -> Callable[..., Result]:
     What TE gathers in its own fp8 passes as it is, and is counted.
     """
 
-    def gather_along_first_dim(inp, process_group, async_op=False, quantizer=None, **others):
+    def gather_along_first_dim(
+        inp, process_group, async_op=False, quantizer=None, **engine_options
+    ):
         """Gather the tokens of all ranks under sequence parallelism.
 
         Args:
@@ -299,16 +307,16 @@ def gather(original: Callable[..., Result]) -> Callable[..., Result]:
             process_group: the ranks.
             async_op: return a handle: TE starts some gathers ahead of what it computes next.
             quantizer: TE's, which makes fp8 of the tokens before they are sent; None: bf16.
-            others: what other versions of TE pass as well, such as ``output_tensor``.
+            engine_options: what other versions of TE pass as well, such as ``output_tensor``.
         """
         active = _active_site(process_group)
-        options = {"quantizer": quantizer, **others}
+        options = {"quantizer": quantizer, **engine_options}
         if active is None:
             return original(inp, process_group, async_op, **options)
         # Under an fp8 recipe TE quantises first: the gathered bytes are fp8 already.
         quantized = quantizer is not None or type(inp) not in (torch.Tensor, torch.nn.Parameter)
         message = None
-        if not quantized and others.get("output_tensor") is None:
+        if not quantized and engine_options.get("output_tensor") is None:
             nbytes = inp.nbytes * process_group.size()
             message = _compressed(active, "all_gather", inp, nbytes)
         if message is None:
