@@ -56,7 +56,17 @@ def test_a_scaled_sum_fills_given_memory(spec: str, senders: int) -> None:
     assert torch.equal(memory, expected)
 
 
-@pytest.mark.parametrize("spec", ["int5/int6", "int6/int4", "taco/int8"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "int5/int6",
+        "int6/int4",
+        "taco/int8",
+        "int6:outliers=on/int6",
+        "int6/int6:outliers=on",
+        "int6/int6:hadamard=off",
+    ],
+)
 def test_a_sum_is_encoded_by_the_second_codec(spec: str) -> None:
     """Two codecs: parts travel in the first one's payloads, the sum in the second one's."""
     codec = parse_codec(spec)
