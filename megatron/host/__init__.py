@@ -24,6 +24,7 @@ def install(training: bool = True) -> bool:
     global _active
     import torch
 
+    # With a GPU everything is left as it is, and nothing below is imported.
     if not _active and torch.cuda.is_available():
         return False
     from megatron.host import cuda, engine

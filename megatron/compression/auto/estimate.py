@@ -181,6 +181,8 @@ class Group:
         operation = message.sent_as(sharded)
         values = torch.Size(message.shape).numel()
         dtype = message.dtype
+        # As the collectives send: an all-to-all of partial sums, and for an all-reduce a gather of
+        # the sums.
         first, second = codec.hops
         if message.operation == "gradients":
             return self._gradients(values, dtype, codec, sharded)

@@ -179,6 +179,7 @@ class Measurement:
             gains: the part of an iteration that each timed recipe saves.
             chosen: the recipe; None: uncompressed.
         """
+        # Uncompressed, unless a recipe was chosen.
         name = "none"
         gain = 0.0
         loss = 0.0

@@ -150,6 +150,7 @@ def expand(dimension: str, compression: str, second: str | None) -> tuple[str, s
     path = f"{dimension}.compression"
     specs = []
     for entry in compression.split(";"):
+        # SITE=RECIPE is a part by site. Any other "=" is a setting of a codec (int6:group=64).
         site, _, spec = entry.partition("=")
         by_site = spec in NAMED
         recipe = _recipe(path, spec if by_site else entry.strip())

@@ -267,6 +267,7 @@ def _leave_out_overflows(updated: list[BucketWeights]) -> None:
     Raises:
         RuntimeError: weights written since the last step did not fit, and were gathered as zeros.
     """
+    # All lossless buckets of a topology go compressed, or none: one question asks for all of them.
     lossless = [weights for weights in updated if weights.overflow_flag is not None]
     for topology in dict.fromkeys(weights.topology for weights in lossless):
         buckets = [weights for weights in lossless if weights.topology == topology]

@@ -78,6 +78,7 @@ def attach(
         )
     if start_iteration < 0:
         raise CompressionConfigError(f"start_iteration {start_iteration} must be an iteration >= 0")
+    # The settings of data parallelism, with errors in the words of this call: gather and reduce.
     with spelled(NAMES):
         config = DataParallelConfig(compression=reduce or "none", weights=gather or "none")
         config.check_fsdp2()
@@ -99,7 +100,9 @@ def attach(
     run = Run(policy, ledger, transports)
     run.open()
     compression = Fsdp2Compression(model, run, topology_of, log)
+    # The policy has to be there before the hooks that count iterations.
     policy.iteration = lambda: compression.iteration
+    # What c10d is given in the first iteration is compared with the ledger.
     compression.audit = BackendAudit(ledger, lambda: {"data parallel": [*compression.topologies]})
     compression.audit.start_with_first_forward([model])
     return compression
@@ -318,6 +321,7 @@ class Fsdp2Compression:
             RuntimeError: weights that changed unnoticed did not fit; passes since had zeros for
                 them.
         """
+        # One question for each process group, whose ranks gather together.
         gathers = [gather for gather in self.gathers if gather.numel]
         for topology in dict.fromkeys(gather.topology for gather in gathers):
             asked = [gather for gather in gathers if gather.topology is topology]

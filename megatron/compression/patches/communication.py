@@ -19,8 +19,7 @@ def on_gradient_sync(record: Callable[[Any, str, Any, str, int, int], None]) -> 
     data-parallel gradient collective of a bucket group that is marked with a run.
 
     Why: ``_ParamAndGradBucketGroup`` issues them itself and has no hook. Not reached: FSDP;
-        compressed
-    reductions, which count themselves.
+    compressed reductions, which count themselves.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
@@ -178,8 +177,8 @@ def through_token_exchange(exchange: Any) -> None:
     have their run's sites.
 
     Why: the dispatchers' methods permute and sort, and call three functions of their module for the
-        sending
-    alone, as shared experts do. Not reached: DeepEP, HybridEP and NCCL-EP, whose kernels send.
+    sending alone, as shared experts do. Not reached: DeepEP, HybridEP and NCCL-EP, whose kernels
+    send.
     """
     moe = "megatron.core.transformer.moe"
     modules = [
@@ -227,8 +226,7 @@ def on_router_reduction(record: Callable[[int, int], None]) -> None:
     the balancing loss; and count those of the experts' biases, of the run whose model is finalized.
 
     Why: the router issues them itself, some values an expert each. Not reached: sinkhorn's and
-        quantile
-    balancing's; what is summed for a log line.
+    quantile balancing's; what is summed for a log line.
     """
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -333,9 +331,8 @@ def through_exchanges(all_reduce: Callable, reduce_scatter: Callable, gather: Ca
     """Have TE's linear layers communicate through functions that wrap the originals.
 
     Why: the layers keep their fused norms, fp8 recipes and overlap only if they call the
-        collectives
-    themselves. Not reached: attention's context parallelism; ``LayerNormMLP`` and the operation
-    fuser, which Megatron's layers do not use; userbuffers (``--tp-comm-overlap``).
+    collectives themselves. Not reached: attention's context parallelism; ``LayerNormMLP`` and the
+    operation fuser, which Megatron's layers do not use; userbuffers (``--tp-comm-overlap``).
 
     Args:
         all_reduce: makes of TE's ``allreduce`` what stands for it.
@@ -360,8 +357,7 @@ def on_magnitude_reduction(record: Callable[[int, int], None]) -> None:
     delayed scaling keeps.
 
     Why: TE issues them itself, some tens of values a layer in each pass. Not reached: those of
-        current
-    scaling, one value a tensor, which its C++ code issues past torch.distributed.
+    current scaling, one value a tensor, which its C++ code issues past torch.distributed.
     """
     quantization = importlib.import_module("transformer_engine.pytorch.quantization")
 
@@ -393,9 +389,8 @@ def skip_in_layer_graphs() -> None:
     """Leave forward pre-hooks that are ``eager_only`` out where a layer's CUDA graph is replayed.
 
     Why: ``CudaGraphManager`` calls the hooks of the modules that a graph holds and refuses all but
-        DDP's; a
-    replay has no forward that ours could note. Not reached: Transformer Engine's graphs, which call
-    none.
+    DDP's; a replay has no forward that ours could note. Not reached: Transformer Engine's graphs,
+    which call none.
     """
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 

@@ -69,8 +69,7 @@ def predict_with_own_layers() -> None:
     layer spec.
 
     Why: Megatron's builder takes megatron-core's, whose norms refuse sequence parallelism. Not
-        reached: a
-    stage without other layers; model providers of a user's own.
+    reached: a stage without other layers; model providers of a user's own.
     """
     gpt = importlib.import_module("megatron.training.models.gpt")
     parameters = ("config", "transformer_layer_spec")
@@ -115,9 +114,8 @@ def fill_weight_gradient_slot(add_product: Callable) -> None:
     calls apex's fused weight gradients. Idempotent.
 
     Why: without apex's ``fused_weight_gradient_mlp_cuda`` gradient accumulation fusion is refused.
-        Linear
-    layers keep that module in a global; the deferred embedding's drain imports it at each call. Not
-    reached: Megatron FSDP, which takes Transformer Engine's.
+    Linear layers keep that module in a global; the deferred embedding's drain imports it at each
+    call. Not reached: Megatron FSDP, which takes Transformer Engine's.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -209,18 +207,19 @@ def make_torch_optimizers_resumable() -> None:
     """Let Megatron's optimizers around torch's Adam, AdamW and SGD resume bit for bit; see above.
 
     Why: megatron-core's wheel runs without Transformer Engine and apex, but resumes with their
-        optimizers
-    alone. Not reached: optimizers of a user's own; with Transformer Engine or apex only the loading
-    in place and ``torch_dcp`` are mended.
+    optimizers alone. Not reached: optimizers of a user's own; with Transformer Engine or apex only
+    the loading in place and ``torch_dcp`` are mended.
     """
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizers = importlib.import_module("megatron.core.optimizer.optimizer")
     checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
     expected = ("model_sharded_state_dict", "is_loading")
+    # With any optimizer package: a state dict that says where to load to.
     for wrapper in (optimizers.Float16OptimizerWithFloat16Params, optimizers.FP32Optimizer):
         around(wrapper, "sharded_state_dict", expected, _loaded_in_place, lasting=True)
     follow(checkpointing, "load", ("sharded_state_dict",), _restore_in_place, lasting=True)
     around(optimizers.ChainedOptimizer, "state_dict", ("self",), _chained_state, lasting=True)
+    # Their optimizers keep the step in the parameter group, where megatron-core expects it.
     if distributed.HAVE_APEX_OR_TE:
         return
     around(
@@ -395,9 +394,8 @@ def fuse_torch_adam() -> None:
     """Have every Megatron optimizer ``fuse`` the one it is given.
 
     Why: without Transformer Engine and apex, Megatron constructs ``torch.optim.AdamW`` with torch's
-        defaults,
-    whose step reads and writes every tensor of the optimizer about twenty times. Fused, it is
-    seven.
+    defaults, whose step reads and writes every tensor of the optimizer about twenty times. Fused,
+    it is seven.
     """
     base = importlib.import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
 

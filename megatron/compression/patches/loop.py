@@ -20,8 +20,8 @@ def after_validating_arguments(after: Callable[[Namespace], None]) -> None:
     once.
 
     Why: it is the one place that every entrypoint's arguments come through, before the tokenizer
-        and the
-    configs are made from them. Not reached: ``--yaml-cfg``, which has a function of its own.
+    and the configs are made from them. Not reached: ``--yaml-cfg``, which has a function of its
+    own.
     """
     from megatron.training import arguments
 
@@ -68,8 +68,7 @@ def before_pretrain(before: Callable[[Any], None]) -> None:
     """Call ``before(cfg_container)`` at the start of ``pretrain``.
 
     Why: an entrypoint of the user's own hands its model's configuration to this call and to nothing
-        else.
-    Not reached: code that imported ``pretrain`` by name before the patch.
+    else. Not reached: code that imported ``pretrain`` by name before the patch.
     """
     _replace_pretrain(before)
 
@@ -111,8 +110,7 @@ def tell_sessions() -> None:
     ``pretrain``, ``train``, ``train_step``, ``evaluate``, ``load_checkpoint`` put the model's run
     to work.
     Why: what the loop calls in between gets no model. ``train`` tells that everything is built and
-        loaded.
-    Not reached: callers that imported these functions by name (megatron.training's own are
+    loaded. Not reached: callers that imported these functions by name (megatron.training's own are
     reached).
 
     ``get_model`` hands over the chunks that a model provider makes. Why: an entrypoint with a
@@ -299,8 +297,7 @@ def repeat_passes() -> None:
     called once more. What Megatron has made of the first pass is forgotten.
 
     Why: what a pass has sent may have to be sent in another way. Not reached: ``--rerun-mode``
-        other than
-    validate_results, where nothing is kept; evaluation; loops without megatron.training.
+    other than validate_results, where nothing is kept; evaluation; loops without megatron.training.
     """
     from megatron.core.rerun_state_machine import RerunStateMachine
 
@@ -366,9 +363,8 @@ def around_whole_iterations() -> None:
     full_iteration``, which runs, captures or replays.
 
     Why: megatron-core's wrapper captures once, and what is sent is decided in the capture. The loop
-        makes a
-    wrapper for training and one for each evaluation; their graphs belong to the class, so one
-    session of a process at most has any. Not reached: graphs of layers.
+    makes a wrapper for training and one for each evaluation; their graphs belong to the class, so
+    one session of a process at most has any. Not reached: graphs of layers.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 

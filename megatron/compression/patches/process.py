@@ -9,8 +9,7 @@ def before_process_groups_end(release: Callable[[], None]) -> None:
     """Call ``release()`` before the job's process groups are destroyed.
 
     Why: NCCL waits for CUDA graphs that hold its kernels, whoever has captured them. Not reached: a
-        group
-    destroyed by itself, and who has imported the function by name.
+    group destroyed by itself, and who has imported the function by name.
     """
     from torch import distributed
 

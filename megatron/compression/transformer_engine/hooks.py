@@ -244,6 +244,8 @@ def all_reduce(original: Callable[..., Result]) -> Callable[..., Result]:
             async_op: return a handle, which TE waits for after the weight gradient.
             engine_options: what other versions of TE pass as well.
         """
+        # None: no layer of ours runs, or the group is another's, such as attention's context
+        # parallelism.
         active = _active_site(tp_group)
         if active is None:
             return original(inp, tp_group, async_op, **engine_options)
@@ -363,6 +365,7 @@ def _uncompressed(
     deferred = active.weight_gradients
     if active.traffic != "tp.backward" or starts_ahead or not deferred:
         return original(inp, group, async_op=async_op, **options)
+    # Asynchronous whatever TE asks for, so that the deferred weight gradient runs meanwhile.
     result, handle = original(inp, group, async_op=True, **options)
     deferred.compute_one()
     if async_op or handle is None:

@@ -280,6 +280,7 @@ def check_datasets(args: Namespace) -> None:
     """
     if args.mock_data:
         return
+    # Lists first: the prefixes are read from them.
     for name in ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path"):
         path = getattr(args, name, None)
         if path and not os.path.isfile(path):
