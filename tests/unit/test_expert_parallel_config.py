@@ -1,4 +1,4 @@
-"""Settings of expert parallelism: specs, what follows from them, and what is refused, in one line."""
+"""Settings of expert parallelism: specs, what follows from them, and what is refused."""
 
 import pytest
 
@@ -9,27 +9,30 @@ from tests.unit.megatron_args import EXPERTS, parsed
 
 
 def resolved(*flags: str, **megatron):
-    """The config and the arguments of a run with experts."""
+    """Return the config and the arguments of a run with experts."""
     args = parsed(*flags, **EXPERTS | dict(tensor_model_parallel_size=1) | megatron)
     return resolve(args), args
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "forward", "backward"),
     [
-        ({}, (None, None)),
-        ({"compression": "int8"}, ("int8", "int8")),
-        ({"compression": "int8", "backward": "none"}, ("int8", None)),
-        ({"backward": "int6"}, (None, "int6")),
+        ({}, None, None),
+        ({"compression": "int8"}, "int8", "int8"),
+        ({"compression": "int8", "backward": "none"}, "int8", None),
+        ({"backward": "int6"}, None, "int6"),
     ],
 )
-def test_codecs(settings: dict, expected: tuple) -> None:
-    """Of tokens on both ways, and of their gradients."""
+def test_tokens_and_their_gradients_have_codecs(settings: dict, forward, backward) -> None:
     config = ExpertParallelConfig(**settings)
     rules = config.rules(3)
-    names = [rules[one].codec and rules[one].codec.name for one in ("ep.forward", "ep.backward")]
-    assert tuple(names) == expected and rules["ep.forward"].start_iteration == 3
-    assert config.enabled == (expected != (None, None))
+    codecs = [rules["ep.forward"].codec, rules["ep.backward"].codec]
+    assert [codec and codec.name for codec in codecs] == [forward, backward]
+    assert config.enabled == (forward is not None or backward is not None)
+
+
+def test_the_first_compressed_iteration_is_in_the_rules() -> None:
+    assert ExpertParallelConfig().rules(3)["ep.forward"].start_iteration == 3
 
 
 @pytest.mark.parametrize(
@@ -51,34 +54,71 @@ def test_codecs(settings: dict, expected: tuple) -> None:
         ("int8 lossless", {}, "--ep-compression BACKWARD lossless codes"),
     ],
 )
-def test_refusals(flags: str, megatron: dict, message: str) -> None:
-    """What would travel uncompressed, or cannot be encoded, names the flag and the reason."""
+def test_what_cannot_be_encoded_is_refused(flags: str, megatron: dict, message: str) -> None:
+    """The error names the flag and the reason; nothing travels uncompressed unsaid."""
     with pytest.raises(CompressionConfigError, match=message):
         resolved("--ep-compression", *flags.split(), **megatron)
 
 
-def test_described_and_idle() -> None:
-    """The log says how tokens travel, or why none do; ranks that share an expert are tensor parallel."""
-    config, args = resolved("--ep-compression", "int8", "none")
-    assert config.describe(args) == [
-        "expert parallelism: tokens to experts and back as int8, their gradients as uncompressed"
-    ]
-    args.expert_model_parallel_size = 1
-    assert "has no effect here: --expert-model-parallel-size is 1" in config.describe(args)[0]
-    args.moe_token_dispatcher_type, args.expert_tensor_parallel_size = "allgather", 2
-    assert "has no effect" not in config.describe(args)[0]
-    config, args = resolved("--tp-compression", "int8")
-    args.tensor_model_parallel_size = args.expert_tensor_parallel_size = 1
-    assert "has no effect here: --tensor-model-parallel-size is 1" in config.describe(args)[0]
-    args.expert_tensor_parallel_size = 2
-    assert "has no effect" not in config.describe(args)[0]
+class TestLog:
+    @pytest.fixture
+    def experts(self):
+        return resolved("--ep-compression", "int8", "none")
+
+    @pytest.fixture
+    def one_tensor_rank(self):
+        """A run in which tensor parallelism, which is compressed, has one rank."""
+        config, args = resolved("--tp-compression", "int8")
+        args.tensor_model_parallel_size = 1
+        args.expert_tensor_parallel_size = 1
+        return config, args
+
+    def test_it_says_how_tokens_travel(self, experts) -> None:
+        config, args = experts
+        assert config.describe(args) == [
+            "expert parallelism: tokens to experts and back as int8, "
+            "their gradients as uncompressed"
+        ]
+
+    def test_experts_of_one_rank_send_nothing(self, experts) -> None:
+        config, args = experts
+        args.expert_model_parallel_size = 1
+        assert "has no effect here: --expert-model-parallel-size is 1" in config.describe(args)[0]
+
+    def test_the_allgather_dispatcher_sends_between_ranks_of_an_expert(self, experts) -> None:
+        config, args = experts
+        args.expert_model_parallel_size = 1
+        args.moe_token_dispatcher_type = "allgather"
+        args.expert_tensor_parallel_size = 2
+        assert "has no effect" not in config.describe(args)[0]
+
+    def test_one_tensor_parallel_rank_sends_nothing(self, one_tensor_rank) -> None:
+        config, args = one_tensor_rank
+        assert "has no effect here: --tensor-model-parallel-size is 1" in config.describe(args)[0]
+
+    def test_ranks_that_share_an_expert_are_tensor_parallel(self, one_tensor_rank) -> None:
+        config, args = one_tensor_rank
+        args.expert_tensor_parallel_size = 2
+        assert "has no effect" not in config.describe(args)[0]
 
 
-def test_tensor_parallel_experts_need_a_codec_of_rows() -> None:
-    """Ranks that share an expert send each other any number of tokens; not where experts are whole."""
-    shared = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+SHARED = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+"""Two ranks share an expert: they send each other any number of tokens."""
+
+
+def test_ranks_that_share_an_expert_need_a_codec_of_rows() -> None:
     with pytest.raises(CompressionConfigError, match="or give --expert-tensor-parallel-size 1"):
-        resolved("--tp-compression", "lossless", **shared)
-    resolved("--tp-compression", "lossless", tensor_model_parallel_size=2)
-    resolved("--tp-compression", "lossless", **shared, moe_pad_expert_input_to_capacity=True)
-    resolved("--taco", **shared)
+        resolved("--tp-compression", "lossless", **SHARED)
+
+
+@pytest.mark.parametrize(
+    ("flags", "megatron"),
+    [
+        ("--tp-compression lossless", {"tensor_model_parallel_size": 2}),
+        ("--tp-compression lossless", {**SHARED, "moe_pad_expert_input_to_capacity": True}),
+        ("--taco", SHARED),
+    ],
+    ids=["whole experts", "as many tokens for each expert", "a codec of rows"],
+)
+def test_other_codecs_and_experts_are_accepted(flags: str, megatron: dict) -> None:
+    resolved(*flags.split(), **megatron)

@@ -13,9 +13,20 @@ def test_megatron_fsdp_is_refused(monkeypatch) -> None:
         cuda.install_devices()
 
 
+def random(seed: int) -> torch.Tensor:
+    return torch.randn(7, 7, generator=torch.Generator().manual_seed(seed))
+
+
 def test_a_product_of_bf16_is_rounded_once() -> None:
-    x, y = (torch.randn(7, 7, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    a, b = x.bfloat16(), y.bfloat16()
-    found = cuda._in_fp32(torch.ops.aten.addmm.out, a, a, b, beta=0.5)
-    assert torch.equal(found, (0.5 * a.float() + a.float() @ b.float()).bfloat16())
-    assert torch.equal(cuda._in_fp32(torch.ops.aten.mm.out, x, y), x @ y)
+    """It is computed in fp32, the addend included."""
+    first = random(1).bfloat16()
+    second = random(2).bfloat16()
+    actual = cuda._in_fp32(torch.ops.aten.addmm.out, first, first, second, beta=0.5)
+    expected = 0.5 * first.float() + first.float() @ second.float()
+    assert torch.equal(actual, expected.bfloat16())
+
+
+def test_a_product_of_fp32_stays_as_it_is() -> None:
+    first = random(1)
+    second = random(2)
+    assert torch.equal(cuda._in_fp32(torch.ops.aten.mm.out, first, second), first @ second)

@@ -13,47 +13,103 @@ from megatron.compression.tensor_parallel.config import TensorParallelConfig
 LARGE = 2**21
 
 
-def _policy(
+def policy_of(
     now=lambda: 0, *, validate_uncompressed=False, bound=None, start=0, **settings
 ) -> Policy:
+    """Return the policy of a run with tensor and data parallelism; others have no rule.
+
+    Args:
+        now: returns the iteration.
+        validate_uncompressed: whether activations are uncompressed in evaluations.
+        bound: the error meter.
+        start: the first compressed iteration.
+        settings: of tensor parallelism, where they are not taco from 1 MiB on.
+    """
     config = TensorParallelConfig(**{"compression": "taco", "min_mb": 1.0, **settings})
     rules = {**config.rules(start), **DataParallelConfig(compression="int8").rules(start)}
     return Policy(rules, Ledger(), now, validate_uncompressed, bound or ErrorMeter())
 
 
-def test_choice_follows_layer_error_iteration_and_size() -> None:
-    """The kind says why a message is uncompressed; one of the threshold's size is compressed."""
-    iteration = [0]
-    bound = ErrorMeter(0.05)
-    policy = _policy(lambda: iteration[0], bound=bound, start=3, layers="1,output")
+def reason(policy: Policy, traffic="tp.forward", size=LARGE, site="site", layer=1) -> str:
+    """Return why a message is compressed or not.
 
-    def kind(site="site", layer=1, traffic="tp.forward", size=LARGE) -> str:
-        decision = policy.decide(traffic, size, site, layer)
-        assert (decision.codec is not None) == (decision.reason == "compressed")
-        return decision.reason
-
-    for iteration[0] in (0, 2):
-        assert kind() == "warmup"
-    iteration[0] = 3
-    assert kind() == kind(layer="output") == kind(size=None) == kind(size=2**20) == "compressed"
-    assert kind(size=2**20 - 1) == "small"
-    assert kind(layer=0) == kind(layer="embedding") == kind(layer=None) == "excluded"
-    bound.tripped["site", "tp.backward"] = 0.1
-    assert kind(traffic="tp.backward") == "guarded"
-    assert kind() == kind(site="other", traffic="tp.backward") == "compressed"
-    assert kind(traffic="pp.forward") == kind(traffic="tp.other") == "off"
-    assert _policy(min_mb=0.0).decide("tp.forward", 0).reason == "compressed"
+    Args:
+        policy: the policy that decides.
+        traffic: the traffic class.
+        size: its uncompressed bytes.
+        site: name of the module that sends it.
+        layer: the number or name of the layer.
+    """
+    decision = policy.decide(traffic, size, site, layer)
+    assert (decision.codec is not None) == (decision.reason == "compressed")
+    return decision.reason
 
 
-@pytest.mark.parametrize("flag", [True, False])
-def test_evaluations_concern_activations_alone(flag: bool) -> None:
-    """--validate-uncompressed: what is sent of activations, in evaluations, whatever its size."""
-    policy = _policy(validate_uncompressed=flag)
-    assert policy.decide("tp.forward", LARGE).reason == "compressed"
-    policy.ledger.evaluating = True
-    assert policy.decide("tp.forward", LARGE).reason == ("evaluation" if flag else "compressed")
-    assert policy.decide("tp.forward", 1).reason == ("evaluation" if flag else "small")
-    assert policy.decide("dp.gradient", LARGE).reason == "compressed"
+class TestReason:
+    @pytest.mark.parametrize("iteration", [0, 2])
+    def test_before_the_first_compressed_iteration(self, iteration: int) -> None:
+        assert reason(policy_of(lambda: iteration, start=3)) == "warmup"
+
+    def test_from_the_first_compressed_iteration_on(self) -> None:
+        assert reason(policy_of(lambda: 3, start=3)) == "compressed"
+
+    @pytest.mark.parametrize(
+        ("size", "expected"),
+        [(LARGE, "compressed"), (2**20, "compressed"), (2**20 - 1, "small"), (None, "compressed")],
+        ids=["large", "the threshold", "a byte less", "unknown"],
+    )
+    def test_a_message_below_the_threshold_is_small(self, size, expected: str) -> None:
+        assert reason(policy_of(), size=size) == expected
+
+    def test_without_a_threshold_no_message_is_small(self) -> None:
+        assert reason(policy_of(min_mb=0.0), size=0) == "compressed"
+
+    @pytest.mark.parametrize(
+        ("layer", "expected"),
+        [
+            (1, "compressed"),
+            ("output", "compressed"),
+            (0, "excluded"),
+            ("embedding", "excluded"),
+            (None, "excluded"),
+        ],
+    )
+    def test_only_chosen_layers_are_compressed(self, layer, expected: str) -> None:
+        assert reason(policy_of(layers="1,output"), layer=layer) == expected
+
+    def test_a_site_over_the_error_bound_is_guarded_in_that_direction(self) -> None:
+        bound = ErrorMeter(0.05)
+        policy = policy_of(bound=bound)
+        bound.tripped["site", "tp.backward"] = 0.1
+        assert reason(policy, "tp.backward") == "guarded"
+        assert reason(policy, "tp.forward") == "compressed"
+        assert reason(policy, "tp.backward", site="other") == "compressed"
+
+    @pytest.mark.parametrize("traffic", ["pp.forward", "tp.other"])
+    def test_traffic_without_a_rule_is_off(self, traffic: str) -> None:
+        assert reason(policy_of(), traffic) == "off"
+
+
+@pytest.mark.parametrize("validate_uncompressed", [True, False])
+class TestEvaluation:
+    def test_training_is_compressed(self, validate_uncompressed: bool) -> None:
+        policy = policy_of(validate_uncompressed=validate_uncompressed)
+        assert reason(policy) == "compressed"
+
+    def test_activations_are_uncompressed_if_the_flag_says_so(self, validate_uncompressed) -> None:
+        policy = policy_of(validate_uncompressed=validate_uncompressed)
+        policy.ledger.evaluating = True
+        assert reason(policy) == ("evaluation" if validate_uncompressed else "compressed")
+
+    def test_the_flag_comes_before_the_size(self, validate_uncompressed: bool) -> None:
+        policy = policy_of(validate_uncompressed=validate_uncompressed)
+        policy.ledger.evaluating = True
+        assert reason(policy, size=1) == ("evaluation" if validate_uncompressed else "small")
+
+    def test_gradients_are_no_activations(self, validate_uncompressed: bool) -> None:
+        policy = policy_of(validate_uncompressed=validate_uncompressed)
+        policy.ledger.evaluating = True
+        assert reason(policy, "dp.gradient") == "compressed"
 
 
 @pytest.mark.parametrize(
@@ -69,47 +125,77 @@ def test_evaluations_concern_activations_alone(flag: bool) -> None:
 def test_a_layer_sends_itself_where_either_direction_is_compressed(
     settings: dict, sends_itself: bool
 ) -> None:
-    """Else megatron-core's own functions send both."""
-    policy = _policy(**settings)
+    """Megatron-core's own functions send both directions of other layers."""
+    policy = policy_of(**settings)
     site = CommSite("fc1", SimpleNamespace(size=lambda: 2), Run(policy, policy.ledger))
     assert site.pair("tp.forward", "tp.backward", LARGE).compressed is sends_itself
 
 
-def test_codecs_by_site_and_layer() -> None:
-    """The last part that names a site counts; without a codec of its own the first does; none is excluded."""
-    policy = _policy(
-        compression="tensor-6bit;fc2=int5:group=64;@0-1,output=int8;fc2@1=none",
-        backward="none;qkv=int4",
-    )
-
-    def name(site: str, layer, traffic="tp.forward") -> str | None:
-        decision = policy.decide(traffic, LARGE, site, layer)
-        assert decision.reason == ("compressed" if decision.codec else "excluded")
-        return decision.codec and decision.codec.name
-
-    fc2 = "decoder.layers.{}.mlp.linear_fc2"
-    proj = "decoder.layers.{}.self_attention.linear_proj"
-    assert [name(fc2.format(n), n) for n in range(3)] == ["int8", None, "int5:group=64"]
-    assert [name(proj.format(n), n) for n in range(3)] == ["int8", "int8", "int6:outliers=on"]
-    assert (
-        name("output_layer", "output") == "int8"
-        and name("embedding", "embedding") == "int6:outliers=on"
-    )
-    assert name(proj.format(0), 0, "tp.backward") is None
-    for site in ("decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention"):
-        assert name(site, 0, "tp.backward") == "int4"
-    assert (
-        _policy(compression="none;@3=int6").decide("tp.backward", LARGE, "x", 3).codec.name
-        == "int6"
-    )
-    every = TensorParallelConfig(compression="int6;fc1=lossless;@2=none").codecs
-    assert {codec.name for codec in every} == {"int6", "lossless"}
+FC2 = "decoder.layers.{}.mlp.linear_fc2"
+PROJ = "decoder.layers.{}.self_attention.linear_proj"
 
 
-FC1, FC2, QKV = (
-    f"decoder.layers.{{}}.{name}"
-    for name in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_q_up_proj")
-)
+class TestSites:
+    """``;SITE@LAYERS=SPEC``: of the parts that name a message the last one counts."""
+
+    @pytest.fixture
+    def policy(self) -> Policy:
+        return policy_of(
+            compression="tensor-6bit;fc2=int5:group=64;@0-1,output=int8;fc2@1=none",
+            backward="none;qkv=int4",
+        )
+
+    @staticmethod
+    def codec(policy: Policy, site: str, layer, traffic: str = "tp.forward") -> str | None:
+        """Return the name of a message's codec; a message without one is excluded.
+
+        Args:
+            policy: the policy that decides.
+            site: the module's name, with a place for the layer.
+            layer: its number or name.
+            traffic: the traffic class.
+        """
+        decision = policy.decide(traffic, LARGE, site.format(layer), layer)
+        if decision.codec is None:
+            assert decision.reason == "excluded"
+            return None
+        assert decision.reason == "compressed"
+        return decision.codec.name
+
+    def test_the_last_part_that_names_a_site_counts(self, policy) -> None:
+        """Part @0-1 takes fc2 of layer 0, fc2@1 that of layer 1, and fc2 the others."""
+        assert self.codec(policy, FC2, 0) == "int8"
+        assert self.codec(policy, FC2, 1) is None
+        assert self.codec(policy, FC2, 2) == "int5:group=64"
+
+    def test_the_first_part_is_for_sites_that_no_other_names(self, policy) -> None:
+        assert self.codec(policy, PROJ, 0) == "int8"
+        assert self.codec(policy, PROJ, 1) == "int8"
+        assert self.codec(policy, PROJ, 2) == "int6:outliers=on"
+        assert self.codec(policy, "embedding", "embedding") == "int6:outliers=on"
+
+    def test_the_output_layer_is_named_as_a_layer(self, policy) -> None:
+        assert self.codec(policy, "output_layer", "output") == "int8"
+
+    def test_the_backward_has_parts_of_its_own(self, policy) -> None:
+        assert self.codec(policy, PROJ, 0, "tp.backward") is None
+
+    @pytest.mark.parametrize("name", ["self_attention.linear_qkv", "self_attention"])
+    def test_qkv_names_the_module_and_the_attention_that_sends_for_it(self, policy, name) -> None:
+        site = f"decoder.layers.0.{name}"
+        assert self.codec(policy, site, 0, "tp.backward") == "int4"
+
+    def test_a_layer_is_compressed_where_the_first_part_is_none(self) -> None:
+        policy = policy_of(compression="none;@3=int6")
+        assert self.codec(policy, "x", 3, "tp.backward") == "int6"
+
+    def test_the_config_lists_the_codecs_of_all_parts(self) -> None:
+        codecs = TensorParallelConfig(compression="int6;fc1=lossless;@2=none").codecs
+        assert {codec.name for codec in codecs} == {"int6", "lossless"}
+
+
+FC1 = "decoder.layers.{}.mlp.linear_fc1"
+QKV = "decoder.layers.{}.self_attention.linear_q_up_proj"
 SENT = [
     *((FC1.format(layer), layer, "tp.backward") for layer in range(3)),
     *((FC2.format(layer), layer, "tp.forward") for layer in range(3)),
@@ -136,6 +222,6 @@ SENT = [
         ({"overlap": "halves"}, []),
     ],
 )
-def test_parts_that_no_message_goes_by(settings: dict, unmet: list[str]) -> None:
+def test_parts_that_no_message_goes_by_are_named(settings: dict, unmet: list[str]) -> None:
     parts = TensorParallelConfig(**settings).unmet_parts(SENT)
     assert {FLAG_NAMES.resolve(part) for part in parts} == set(unmet)

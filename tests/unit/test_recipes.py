@@ -5,45 +5,44 @@ from pathlib import Path
 
 import pytest
 
-from megatron.compression import CompressionConfigError, parse_codec
+from megatron.compression import CompressionConfig, CompressionConfigError, parse_codec
 from megatron.compression.codecs.recipes import NAMED, RECIPES, TACO_PAPER
 from megatron.compression.flags import resolve
 from megatron.compression.names import PARALLELISMS
 from tests.unit.megatron_args import EXPERTS, parsed
 
 ACCURACY = (Path(__file__).parents[2] / "docs" / "results" / "accuracy.md").read_text()
-TENSOR = (
+TENSOR_ROWS = (
     "int6-quadratic",
     "int8-nearest",
     "int6655-quadratic",
     "int5655-quadratic",
     "int5-quadratic",
 )
+"""Rows of the table of tensor parallelism's codecs, in the order of its recipes."""
+SPEC_ROWS = {
+    "pipeline_parallel": ("int6:group=64[^`]*", "int5:group=64[^`]*", "auto"),
+    "data_parallel": ("sdp4bit",),
+    "context_parallel": ("int6", "int8"),
+}
+"""Specs (patterns) by which the rows of other dimensions begin, in the order of their recipes."""
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """Recipe, its cost, and the pattern of its row in the results."""
-    found = [
-        (one.name, one.loss, rf"^\| {row} \|(?:[^|]*\|){{2}} \+([\d.]+) ±")
-        for one, row in zip(RECIPES["tensor_parallel"], TENSOR, strict=False)
-    ]
-    for dimension, specs in {
-        "pipeline_parallel": ("int6:group=64[^`]*", "int5:group=64[^`]*", "auto"),
-        "data_parallel": ("sdp4bit",),
-        "context_parallel": ("int6", "int8"),
-    }.items():
-        for one, spec in zip(RECIPES[dimension], specs, strict=False):
-            found.append(
-                (
-                    one.name,
-                    one.loss,
-                    rf"^\| `{PARALLELISMS[dimension].flag} {spec}`.*?\| \+([\d.]+) [±|]",
-                )
-            )
-    row = r"^\| `--ep-compression {}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
-    return found + [
-        (one.name, one.loss, row.format(one.name)) for one in RECIPES["expert_parallel"]
-    ]
+    """Return the name of each recipe, its cost, and the pattern of its row in the results."""
+    result = []
+    for recipe, row in zip(RECIPES["tensor_parallel"], TENSOR_ROWS, strict=False):
+        pattern = rf"^\| {row} \|(?:[^|]*\|){{2}} \+([\d.]+) ±"
+        result.append((recipe.name, recipe.loss, pattern))
+    for dimension, specs in SPEC_ROWS.items():
+        flag = PARALLELISMS[dimension].flag
+        for recipe, spec in zip(RECIPES[dimension], specs, strict=False):
+            pattern = rf"^\| `{flag} {spec}`.*?\| \+([\d.]+) [±|]"
+            result.append((recipe.name, recipe.loss, pattern))
+    for recipe in RECIPES["expert_parallel"]:
+        pattern = rf"^\| `--ep-compression {recipe.name}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
+        result.append((recipe.name, recipe.loss, pattern))
+    return result
 
 
 @pytest.mark.parametrize(("name", "loss", "row"), rows())
@@ -52,7 +51,6 @@ def test_costs_are_those_of_the_results(name: str, loss: float, row: str) -> Non
 
 
 def test_five_recipes_have_names() -> None:
-    """Each name's specs parse, and no two recipes of a dimension are alike."""
     assert set(NAMED) == {
         "tensor-6bit",
         "tensor-8bit",
@@ -60,29 +58,57 @@ def test_five_recipes_have_names() -> None:
         "experts-8bit",
         "gradients-4bit",
     }
-    assert all(recipe.loss <= 0.1 for _, recipe in NAMED.values())
-    for known in RECIPES.values():
-        assert len({one.name for one in known}) == len(known)
-        for one in known:
-            assert all(parse_codec(spec) for spec in one.name.split(", back "))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_recipe_with_a_name_costs_a_tenth_of_a_percent_at_most(name: str) -> None:
+    _, recipe = NAMED[name]
+    assert recipe.loss <= 0.1
+
+
+@pytest.mark.parametrize("dimension", RECIPES)
+def test_recipes_of_a_dimension_differ(dimension: str) -> None:
+    names = [recipe.name for recipe in RECIPES[dimension]]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("dimension", RECIPES)
+def test_the_specs_of_a_recipe_are_codecs(dimension: str) -> None:
+    for recipe in RECIPES[dimension]:
+        for spec in recipe.name.split(", back "):
+            assert parse_codec(spec)
+
+
+def test_the_papers_combination_is_of_dimensions_with_recipes() -> None:
     assert set(TACO_PAPER) < set(RECIPES)
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_recipe_stands_for_its_codecs(name: str) -> None:
-    """It is stored as what it stands for; a second codec wins over the recipe's."""
+def test_a_recipe_is_stored_as_the_codecs_that_it_stands_for(name: str) -> None:
     dimension, recipe = NAMED[name]
-    flag = PARALLELISMS[dimension].flag
-    config = getattr(resolve(parsed(flag, name, **EXPERTS)), dimension)
-    assert (
-        config.compression == recipe.compression
-        and getattr(config, "backward", None) == recipe.backward
-    )
-    if dimension == "tensor_parallel":
-        config = resolve(parsed(flag, f"{name};fc2=tensor-8bit;@0=int8")).tensor_parallel
-        assert config.compression == f"{recipe.compression};fc2=int8:outliers=on;@0=int8"
-    if hasattr(config, "backward"):
-        assert type(config)(compression=name, backward="int8").backward == "int8"
+    args = parsed(PARALLELISMS[dimension].flag, name, **EXPERTS)
+    config = getattr(resolve(args), dimension)
+    assert config.compression == recipe.compression
+    assert getattr(config, "backward", None) == recipe.backward
+
+
+@pytest.mark.parametrize("name", ["tensor-6bit", "tensor-8bit"])
+def test_a_recipe_may_be_a_part_of_a_spec(name: str) -> None:
+    _, recipe = NAMED[name]
+    args = parsed("--tp-compression", f"{name};fc2=tensor-8bit;@0=int8")
+    config = resolve(args).tensor_parallel
+    assert config.compression == f"{recipe.compression};fc2=int8:outliers=on;@0=int8"
+
+
+WITH_BACKWARD = [name for name, (dimension, _) in NAMED.items() if dimension != "data_parallel"]
+"""Recipes of dimensions whose gradients may have a codec of their own."""
+
+
+@pytest.mark.parametrize("name", WITH_BACKWARD)
+def test_a_second_codec_wins_over_the_recipes(name: str) -> None:
+    dimension, _ = NAMED[name]
+    settings_class = type(getattr(CompressionConfig(), dimension))
+    assert settings_class(compression=name, backward="int8").backward == "int8"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +116,8 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
     [
         (
             "--tp-compression auto",
-            "--tp-compression auto is neither a codec nor a recipe; drop it and give --compression auto",
+            "--tp-compression auto is neither a codec nor a recipe; "
+            "drop it and give --compression auto",
         ),
         ("--pp-compression auto", "drop it and give --compression auto"),
         ("--cp-compression auto", "drop it and give --compression auto"),
@@ -109,4 +136,5 @@ def test_a_recipe_stands_for_its_codecs(name: str) -> None:
 def test_what_is_no_recipe_of_a_dimension_is_one_line(words: str, line: str) -> None:
     with pytest.raises(CompressionConfigError) as error:
         resolve(parsed(*words.split()))
-    assert line in str(error.value) and "\n" not in str(error.value)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
