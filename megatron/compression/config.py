@@ -39,6 +39,7 @@ from megatron.compression.names import (
 )
 from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
+from megatron.compression.versions import MEGATRON_CORE_AT_RISK
 
 TransportChoice = Literal["auto", "collective", "symmetric", "host"]
 
@@ -333,10 +334,11 @@ def from_environment(name: str) -> int | None:
     Raises: CompressionConfigError: it is no such number, or a variable of ours is misspelt.
     """
     # A misspelt variable would silently do nothing.
-    for variable in os.environ.keys() - _VARIABLES.keys():
+    known = [*_VARIABLES, MEGATRON_CORE_AT_RISK]
+    for variable in os.environ.keys() - set(known):
         if variable.startswith("MEGATRON_COMPRESSION_"):
             # cutoff 0.0: the nearest name is shown however far off it is.
-            (near,) = difflib.get_close_matches(variable, _VARIABLES, n=1, cutoff=0.0)
+            (near,) = difflib.get_close_matches(variable, known, n=1, cutoff=0.0)
             raise CompressionConfigError(
                 f"{variable} is unknown; did you mean {near}? If not, unset it"
             )

@@ -68,6 +68,16 @@ class ExpertParallelConfig(SentOnce):
                 f"sends tokens inside its kernels, past torch.distributed and {flag}",
                 "use alltoall or allgather, or drop it",
             )
+        # From megatron-core 0.20 on: a dispatcher that shortens messages itself.
+        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
+            dtype = getattr(args, name, "bf16")
+            if dtype != "bf16":
+                raise SettingError(
+                    f"args.{name}",
+                    dtype,
+                    f"shortens what {flag} would encode",
+                    "use bf16, or drop one of them",
+                )
         # The all-to-all has as many tokens as the router says, which no graph can hold.
         refuse_host_splits(args, flag)
         # A token is a row: a codec has to fit the row's number of values.

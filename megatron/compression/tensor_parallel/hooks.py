@@ -265,6 +265,13 @@ def _why_not_covered(module: torch.nn.Module) -> str | None:
         return (
             "it gathers its gate among ranks that share a query group; drop --attention-output-gate"
         )
+    # From megatron-core 0.20 on; our products come out in their input's type.
+    output_dtype = getattr(module, "output_dtype", None)
+    if output_dtype not in (None, module.config.params_dtype):
+        return (
+            f"its output is {str(output_dtype).removeprefix('torch.')}; drop --output-logit-dtype "
+            "(logit_dtype of the model)"
+        )
     if getattr(module, "gather_output", False):
         return "it gathers its output, which is not covered"
     if isinstance(module, RowParallelLinear) and not module.input_is_parallel:

@@ -11,11 +11,13 @@ model_alone.py      a model without a training run
 """
 
 import importlib.util
+import os
 import re
+import sys
 from pathlib import Path
 
 from megatron.compression.errors import InputError, one_line_errors
-from megatron.compression.versions import MEGATRON_CORE_SERIES
+from megatron.compression.versions import MEGATRON_CORE_AT_RISK, MEGATRON_CORE_SERIES
 
 
 def prepare() -> None:
@@ -70,14 +72,26 @@ def check_megatron_core(installed: tuple[str, Path] | None) -> None:
     Raises:
         InputError: another series, or none.
     """
+    fix = (
+        f"pip install 'megatron-core=={MEGATRON_CORE_SERIES}.*', or put that release of "
+        "Megatron-LM first on the path"
+    )
     if installed is None:
-        state = "none is installed"
-    elif installed[0].startswith(f"{MEGATRON_CORE_SERIES}."):
+        raise InputError(
+            f"megatron-core {MEGATRON_CORE_SERIES} is required, none is installed: {fix}"
+        )
+    version, folder = installed
+    if version.startswith(f"{MEGATRON_CORE_SERIES}."):
         return
-    else:
-        state = f"{installed[0]} is in {installed[1]}"
+    series = ".".join(version.split(".")[:2])
+    if os.environ.get(MEGATRON_CORE_AT_RISK) == series:
+        print(
+            f"compression: megatron-core {version} has not been tested, {MEGATRON_CORE_SERIES} has: "
+            f"compare the first losses with a run without compression ({MEGATRON_CORE_AT_RISK}={series})",
+            file=sys.stderr,
+        )
+        return
     raise InputError(
-        f"megatron-core {MEGATRON_CORE_SERIES} is required, {state}: pip install "
-        f"'megatron-core=={MEGATRON_CORE_SERIES}.*', or put that release of Megatron-LM first on "
-        "the path"
+        f"megatron-core {MEGATRON_CORE_SERIES} is required, {version} is in {folder}: {fix}; at your "
+        f"own risk set {MEGATRON_CORE_AT_RISK}={series}"
     )
