@@ -7,7 +7,8 @@ of this project was run with. Replaced symbols are checked one by one where they
 
 MEGATRON_CORE_SERIES = "0.19"
 MEGATRON_CORE_AT_RISK = "MEGATRON_COMPRESSION_MEGATRON_CORE"
-"""Environment variable: another series of megatron-core, such as 0.20, that a run may have untested."""
+"""Environment variable: another series of megatron-core, such as 0.20, that a run may have
+untested."""
 
 REQUIRED = [
     "megatron-core>=0.19,<0.20",

@@ -220,7 +220,7 @@ class IntCodec(GroupedCodec):
         """See ``Codec.backward``; gradients have no mean worth the statistics of channels."""
         if not self.sees_shape:
             return self
-        # With normalize there is no transform, and gradients of such messages need none either.
+        # With normalize there is no transform, so the codec of the gradients has none either.
         return replace(self, normalize="none", hadamard=False)
 
     def payload_bytes(self, shape: Shape) -> int:

@@ -218,16 +218,16 @@ class ParameterGroup:
             )
         if type(fsdp._reduce_scatter_comm) is not DefaultReduceScatter:
             return "has a reduce-scatter of its own; drop set_custom_reduce_scatter()"
-        # From torch 2.15 on a parameter can have types of its own, and FSDP then packs the gradients in
-        # another order than the parameters'.
+        # From torch 2.15 on a parameter can have types of its own, and FSDP then packs the
+        # gradients in another order than the parameters'.
         kept_in = {
             getattr(shard, "sharded_grad_dtype", None) or shard.sharded_param.dtype
             for shard in fsdp.fsdp_params
         }
         if len(set(self._gradient_dtypes)) > 1 or len(kept_in) > 1:
             return (
-                "has gradients of several types; give fully_shard() parameters of one type, and drop "
-                "param_dtype_override_fn and grad_dtype"
+                "has gradients of several types; give fully_shard() parameters of one type, and "
+                "drop param_dtype_override_fn and grad_dtype"
             )
         return None
 

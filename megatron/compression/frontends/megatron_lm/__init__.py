@@ -86,12 +86,13 @@ def check_megatron_core(installed: tuple[str, Path] | None) -> None:
     series = ".".join(version.split(".")[:2])
     if os.environ.get(MEGATRON_CORE_AT_RISK) == series:
         print(
-            f"compression: megatron-core {version} has not been tested, {MEGATRON_CORE_SERIES} has: "
-            f"compare the first losses with a run without compression ({MEGATRON_CORE_AT_RISK}={series})",
+            f"compression: megatron-core {version} has not been tested, {MEGATRON_CORE_SERIES} "
+            "has: compare the first losses with a run without compression "
+            f"({MEGATRON_CORE_AT_RISK}={series})",
             file=sys.stderr,
         )
         return
     raise InputError(
-        f"megatron-core {MEGATRON_CORE_SERIES} is required, {version} is in {folder}: {fix}; at your "
-        f"own risk set {MEGATRON_CORE_AT_RISK}={series}"
+        f"megatron-core {MEGATRON_CORE_SERIES} is required, {version} is in {folder}: {fix}; at "
+        f"your own risk set {MEGATRON_CORE_AT_RISK}={series}"
     )
