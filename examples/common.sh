@@ -3,15 +3,15 @@
 #
 # Whatever follows a script's name is appended to the command line and wins over what is written there.
 # A run asks for its data. MOCK=1 is its full size with mock data and random weights, and saves no checkpoints;
-# TINY=1 a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed (with --taco give
-# --compression-min-mb 0 too, for its messages are small). examples/slurm.sbatch starts a script under SLURM.
+# TINY=1 a model of 2 layers on 2 processes with mock data: seconds on a laptop, no GPU needed (give --compression-min-mb 0
+# too, for its messages are small). examples/slurm.sbatch starts a script under SLURM.
 # Environment:
 #   NNODES NODE_RANK GPUS_PER_NODE MASTER_ADDR MASTER_PORT    where torchrun runs
 #   DATA_PATH        prefix of an indexed dataset (scripts/preprocess_data.py)
 #   SPLIT            train,valid,test shares of DATA_PATH by document; each non-zero share needs a document
 #   TOKENIZER_MODEL  the tokenizer that made it; TOKENIZER_TYPE (default HuggingFaceTokenizer)
 #   CHECKPOINT_PATH TENSORBOARD_LOGS_PATH                     where to save; TINY=1 saves only if they are set
-#   COMPRESSION      flags of compression; empty: uncompressed
+#   COMPRESSION      flags of compression in place of the script's own; empty: uncompressed
 #   USE_TE=1         Transformer Engine's layers, with sequence parallelism
 #   GRAPHS=1         the iteration as one CUDA graph, where the host launches too slowly (with USE_TE=1 not run)
 #   PRECISION        bf16, fp16 or fp32

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Pretrains DeepSeek-V2-Lite (multi-latent attention, 64 experts, 6 for a token, 2 shared), tokens in 8 bits.
+# Pretrains DeepSeek-V2-Lite (multi-latent attention, 64 experts, 6 for a token, 2 shared).
 # One node of 8 GPUs: expert and data parallel 8.
+# Tokens go uncompressed by default: over NVLink int8 took longer than it saved (docs/choosing.md). Where experts'
+# GPUs are joined by PCIe or Ethernet: COMPRESSION='--ep-compression experts-8bit'.
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/experts/train_deepseek_v2_lite.sh
 #
@@ -15,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 : "${NUM_LAYERS:=27}" "${HIDDEN_SIZE:=2048}" "${FFN_HIDDEN_SIZE:=10944}" "${NUM_HEADS:=16}"
 : "${SEQ_LENGTH:=4096}" "${VOCAB_SIZE:=102400}"
 : "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=100000}" "${LR_DECAY_ITERS:=100000}"
-: "${LR:=4.2e-4}" "${MIN_LR:=4.2e-5}" "${COMPRESSION=--ep-compression int8}"
+: "${LR:=4.2e-4}" "${MIN_LR:=4.2e-5}" "${COMPRESSION=}"
 RUN=deepseek_v2_lite
 
 # Experts, those of each token, width of one, width of the shared ones; widths of the latent and of the heads.

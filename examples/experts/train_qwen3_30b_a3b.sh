@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Pretrains Qwen3 30B-A3B (128 experts, 8 for a token), tokens sent to their experts and back in 8 bits.
-# One node of 8 GPUs of 141 GB: expert and data parallel 8.
+# Pretrains Qwen3 30B-A3B (128 experts, 8 for a token).
+# One node of 8 GPUs of 141 GB: expert and data parallel 8. Two nodes of 8 GPUs of 80 GB: NNODES=2 PP=2.
+# Tokens go uncompressed by default: over NVLink int8 took longer than it saved (docs/choosing.md). Where experts'
+# GPUs are joined by PCIe or Ethernet: COMPRESSION='--ep-compression experts-8bit'.
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/experts/train_qwen3_30b_a3b.sh
 #
@@ -13,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 : "${TP:=1}" "${EP:=8}" "${SEQ_LENGTH:=4096}"
 : "${GLOBAL_BATCH_SIZE:=256}" "${TRAIN_ITERS:=100000}" "${LR_DECAY_ITERS:=100000}"
-: "${LR:=1.0e-4}" "${MIN_LR:=1.0e-5}" "${COMPRESSION=--ep-compression int8}"
+: "${LR:=1.0e-4}" "${MIN_LR:=1.0e-5}" "${COMPRESSION=}"
 RUN=qwen3_30b_a3b
 
 # Of a tiny model; flags of one's own win over those of --qwen-model.

@@ -2,7 +2,7 @@
 # Pretrains GPT-3 175B: 128 nodes of 8 GPUs, tensor parallel 8, pipeline parallel 16.
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/gpt/train_gpt3_175b.sh   one call on every node, NODE_RANK set on each
-#   ... examples/gpt/train_gpt3_175b.sh --taco          the same run with compressed tensor parallelism
+#   ... examples/gpt/train_gpt3_175b.sh --dp-compression gradients-4bit   the same with compressed gradients and weights
 #
 # examples/common.sh: further variables, MOCK=1 and TINY=1.
 set -euo pipefail

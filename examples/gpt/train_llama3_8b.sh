@@ -2,7 +2,8 @@
 # Pretrains Llama 3 8B: one node of 8 GPUs, tensor parallel 4, data parallel 2.
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/gpt/train_llama3_8b.sh
-#   ... examples/gpt/train_llama3_8b.sh --taco          the same run with compressed tensor parallelism
+#   ... examples/gpt/train_llama3_8b.sh --tp-compression int8      the same with compressed tensor parallelism, over PCIe
+#   NNODES=8 TP=8 PP=2 ... examples/gpt/train_llama3_8b.sh         8 nodes of 8 GPUs, data parallel 4
 #
 # examples/common.sh: further variables, MOCK=1 and TINY=1.
 #   CP               context parallelism; with --cp-compression (USE_TE=0) keys and values go compressed

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # Pretrains Qwen2.5 or Qwen3, or goes on from Hugging Face weights, with compressed tensor parallelism:
 # pretrain_qwen.py knows the models by name. The default is Qwen2.5 7B on one node of 8 GPUs: tensor parallel 4
-# with sequence parallelism, data parallel 2.
+# with sequence parallelism, data parallel 2, tensor parallelism in int8, which is for GPUs joined by PCIe.
+# Over NVLink leave it uncompressed: COMPRESSION=. The TACO paper's codec: COMPRESSION=--taco (examples/paper/taco.sh
+# has the paper's runs).
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/qwen/pretrain_qwen_taco.sh
 #   QWEN_MODEL=3-32b TP=8 PP=2 NNODES=4 ... examples/qwen/pretrain_qwen_taco.sh
+#   GPUS_PER_NODE=4 QWEN_MODEL=2.5-3b ... examples/qwen/pretrain_qwen_taco.sh       a box of 4 GPUs
 #   COMPRESSION='--compression taco-paper' TP=2 PP=2 examples/qwen/pretrain_qwen_taco.sh
 #                                                               TP 2, PP 2, DP 2, all of them compressed
 #   HF_DIR=Qwen2.5-7B examples/qwen/pretrain_qwen_taco.sh       from the weights in that folder, with its tokenizer
@@ -17,8 +20,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 # The messages of so small a model are below the default least size.
-[ "$TINY" != 1 ] || : "${COMPRESSION=--taco --compression-min-mb 0}"
-: "${QWEN_MODEL:=2.5-7b}" "${TP:=4}" "${SEQ_LENGTH:=4096}" "${COMPRESSION=--taco}"
+[ "$TINY" != 1 ] || : "${COMPRESSION=--tp-compression int8 --compression-min-mb 0}"
+: "${QWEN_MODEL:=2.5-7b}" "${TP:=4}" "${SEQ_LENGTH:=4096}" "${COMPRESSION=--tp-compression int8}"
 : "${GLOBAL_BATCH_SIZE:=128}" "${TRAIN_ITERS:=100000}" "${LR:=1.0e-4}" "${MIN_LR:=1.0e-5}"
 RUN=qwen$QWEN_MODEL
 : "${CHECKPOINT_PATH=checkpoints/$RUN}"

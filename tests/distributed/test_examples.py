@@ -41,7 +41,7 @@ DATA = {"DATA_PATH": "pile", "TOKENIZER_MODEL": "pile"}
 FULL_SIZE = {
     GPT3: (174.6e9, 96, 8, 1, (None, 2), "none"),
     LLAMA3: (8.03e9, 32, 4, 1, (None, 2), "none"),
-    QWEN: (7.616e9, 28, 4, 1, (None, 2), "taco"),
+    QWEN: (7.616e9, 28, 4, 1, (None, 2), "int8"),
     MIXTRAL: (46.70e9, 32, 1, 8, (8, 2), "none"),
     "experts/train_qwen3_30b_a3b.sh": (30.53e9, 48, 1, 8, (128, 8), "none"),
     "experts/train_deepseek_v2_lite.sh": (15.71e9, 27, 1, 8, (64, 6), "none"),
