@@ -1,10 +1,11 @@
-"""Megatron-Bridge's pretrain with the callback: the package itself where it is, and its calls elsewhere.
+"""Megatron-Bridge's pretrain with the callback: the package where it is, its calls elsewhere.
 
 Megatron-Bridge runs here without a GPU. In folders of their own, which pip does not merge:
 
-    pip install --no-deps --target A megatron-bridge==0.6.2 nvidia-modelopt nvidia-resiliency-ext datasets
-    pip install --no-deps --target A multiprocess dill xxhash pyarrow pandas diffusers scipy deprecation
-    pip install --no-deps --target A filetype rapidyaml pulp orloge cpsat-logutils defusedxml omegaconf
+    pip install --no-deps --target A megatron-bridge==0.6.2 nvidia-modelopt nvidia-resiliency-ext
+    pip install --no-deps --target A datasets multiprocess dill xxhash pyarrow pandas diffusers
+    pip install --no-deps --target A scipy deprecation filetype rapidyaml pulp orloge
+    pip install --no-deps --target A cpsat-logutils defusedxml omegaconf
     pip install --no-deps --target A antlr4-python3-runtime==4.9.3
     pip install --no-deps --target B megatron-energon
     pip install --target C multi-storage-client webdataset s3fs braceexpand jsonschema requests
@@ -14,6 +15,7 @@ Megatron-Bridge runs here without a GPU. In folders of their own, which pip does
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,127 +32,209 @@ REAL = pytest.mark.skipif(
 )
 
 
-def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
-    """Two iterations and an evaluation as Megatron-Bridge calls its callbacks, saved, and resumed."""
-    os.environ["RANK"] = str(rank)
-    import torch
+class CallbackRun:
+    """A loop of own_loop.py that calls the callback as Megatron-Bridge does.
 
-    from examples import own_loop
-    from megatron.compression import bridge
+    Args:
+        folder: of checkpoints.
+        tensor: tensor-parallel size.
+        step: the number of iterations before it.
+    """
 
-    given = dict(tp="int8", min_mb=0, error_bound=1e-4)
-    parts = dict(model__transformer_impl="local", model__pipeline_model_parallel_size=1)
-    parts |= dict(model__sequence_parallel=False, checkpoint__save=folder, checkpoint__load=folder)
+    def __init__(self, folder: str, tensor: int, step: int) -> None:
+        from examples import own_loop
+        from megatron.compression import bridge
 
-    def started(step: int):
-        cfg = container(**parts)
+        cfg = container(
+            model__transformer_impl="local",
+            model__pipeline_model_parallel_size=1,
+            model__sequence_parallel=False,
+            checkpoint__save=folder,
+            checkpoint__load=folder,
+        )
         cfg.logger = SimpleNamespace(log_interval=2)
-        callback = bridge.attach(cfg, **given)
+        self.callback = bridge.attach(cfg, tp="int8", min_mb=0, error_bound=1e-4)
 
-        def build(chunks, config):  # what the loop gets in place of an own loop's compression
+        def build(chunks, config):
+            """Stand in for own_loop.py's compression: run the hooks of the configuration."""
             cfg.hooks[0][0](chunks)
             return SimpleNamespace(attach_wrapped=cfg.hooks[1][0], step=lambda: None)
 
         own_loop.attach = build
-        loop = own_loop.Loop(world_size, 1, None)
+        self.loop = own_loop.Loop(tensor, 1, None)
+        self.tags: set[str] = set()
+        """Names of the scalars that were logged."""
+        logger = SimpleNamespace(add_scalar=lambda tag, *_: self.tags.add(tag))
         state = SimpleNamespace(train_state=SimpleNamespace(step=step))
-        tags: set[str] = set()
-        state.tensorboard_logger = SimpleNamespace(
-            tags=tags, add_scalar=lambda tag, *_: tags.add(tag)
-        )
+        state.tensorboard_logger = logger
         state.wandb_logger = None
-        context = SimpleNamespace(state=state, loss_dict={}, skipped_iter=False, total_loss_dict={})
-        callback.on_train_start(context)
-        return loop, callback, context
+        self.context = SimpleNamespace(
+            state=state, loss_dict={}, skipped_iter=False, total_loss_dict={}
+        )
+        self.callback.on_train_start(self.context)
 
-    loop, callback, context = started(0)
+    def train(self, iteration: int) -> None:
+        """Run one iteration between the callback's two calls."""
+        import torch
+
+        self.callback.on_train_step_start(self.context)
+        self.context.loss_dict = {"lm loss": torch.tensor(self.loop.iterate(iteration))}
+        self.callback.on_train_step_end(self.context)
+        self.context.state.train_state.step += 1
+
+    @property
+    def layers_past_the_bound(self) -> dict:
+        """Layers whose error has passed the bound, and their errors."""
+        return self.callback.compression.run.policy.meter.state()
+
+
+def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
+    """Train, evaluate, save, and resume twice: from a good file and from a damaged one."""
+    os.environ["RANK"] = str(rank)
+    import torch
+    from megatron.core import parallel_state
+
+    checkpoint = Path(folder) / "iter_0000002"
+    run = CallbackRun(folder, world_size, step=0)
     for iteration in range(2):
-        callback.on_train_step_start(context)
-        context.loss_dict = {"lm loss": torch.tensor(loop.iterate(iteration))}
-        callback.on_train_step_end(context)
-        context.state.train_state.step += 1
-    ledger = callback.compression.ledger
-    trained = {row["kind"] for row in ledger.rows() if row["traffic"] == "tp.forward"}
-    callback.on_eval_start(context)
+        run.train(iteration)
+    ledger = run.callback.compression.ledger
+    kinds = {row["kind"] for row in ledger.rows() if row["traffic"] == "tp.forward"}
+    run.callback.on_eval_start(run.context)
     evaluating = ledger.evaluating
-    callback.on_eval_end(context)
+    run.callback.on_eval_end(run.context)
     if rank == 0:
-        callback.on_checkpoint_save(context)  # without a folder, which ends no training
-        (Path(folder) / "iter_0000002").mkdir()
+        run.callback.on_checkpoint_save(run.context)  # without a folder, which ends no training
+        checkpoint.mkdir()
         # As Megatron-Bridge with async_save: the tracker names the checkpoint before.
         (Path(folder) / "iter_0000001").mkdir()
         (Path(folder) / "latest_checkpointed_iteration.txt").write_text("1")
-    callback.on_checkpoint_save(context)
+    run.callback.on_checkpoint_save(run.context)
     torch.distributed.barrier()
-    from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    _, again, _ = started(2)
-    off = [one.compression.run.policy.meter.state() for one in (callback, again)]
+    resumed = CallbackRun(folder, world_size, step=2)
     files = sorted(str(path.relative_to(folder)) for path in Path(folder).glob("iter_*/*"))
     torch.distributed.barrier()
     if rank == 0:
-        (Path(folder) / "iter_0000002/megatron_taco.json").write_text('{"config": {')
+        (checkpoint / "megatron_taco.json").write_text('{"config": {')
     torch.distributed.barrier()
     parallel_state.destroy_model_parallel()
-    _, damaged, _ = started(2)
+    resumed_from_damaged = CallbackRun(folder, world_size, step=2)
     return {
-        "files": files,
-        "after a damaged file": damaged.compression.run.policy.meter.state(),
-        "kinds": trained,
+        "kinds": kinds,
         "evaluating": (evaluating, ledger.evaluating),
-        "tags": context.state.tensorboard_logger.tags,
-        "off": off,
+        "tags": run.tags,
+        "files": files,
+        "past the bound": run.layers_past_the_bound,
+        "past the bound after a resume": resumed.layers_past_the_bound,
+        "past the bound after a damaged file": resumed_from_damaged.layers_past_the_bound,
     }
 
 
-def test_callbacks_count_log_and_resume(tmp_path: Path) -> None:
-    ranks = spawn(bridge_worker, 2, str(tmp_path))
-    for rank in ranks:
-        assert rank["kinds"] == {"compressed"} and rank["evaluating"] == (True, False)
-        before, resumed = rank["off"]
-        assert before and resumed == before, "layers past the error bound stay uncompressed"
-        assert rank["files"] == ["iter_0000002/megatron_taco.json"], "whole, and of this iteration"
-        assert not rank["after a damaged file"], "a damaged file is a line, and no error"
-    assert any("ratio" in tag for tag in ranks[-1]["tags"]) and not ranks[0]["tags"]
+@pytest.fixture(scope="module")
+def callback_results(tmp_path_factory) -> list[dict]:
+    """Results of ``bridge_worker`` by rank."""
+    return spawn(bridge_worker, 2, str(tmp_path_factory.mktemp("bridge")))
+
+
+def test_callback_compresses(callback_results: list[dict]) -> None:
+    for rank in callback_results:
+        assert rank["kinds"] == {"compressed"}
+
+
+def test_callback_counts_evaluations_by_themselves(callback_results: list[dict]) -> None:
+    for rank in callback_results:
+        assert rank["evaluating"] == (True, False)
+
+
+def test_callback_saves_into_the_iterations_folder(callback_results: list[dict]) -> None:
+    for rank in callback_results:
+        assert rank["files"] == ["iter_0000002/megatron_taco.json"]
+
+
+def test_layers_past_the_bound_stay_so_after_a_resume(callback_results: list[dict]) -> None:
+    for rank in callback_results:
+        assert rank["past the bound"]
+        assert rank["past the bound after a resume"] == rank["past the bound"]
+
+
+def test_damaged_file_ends_no_training(callback_results: list[dict]) -> None:
+    """The log has a line; the bound begins anew."""
+    for rank in callback_results:
+        assert not rank["past the bound after a damaged file"]
+
+
+def test_last_rank_logs_scalars(callback_results: list[dict]) -> None:
+    assert any("ratio" in tag for tag in callback_results[-1]["tags"])
+    assert not callback_results[0]["tags"]
 
 
 def run(ranks: int, **options) -> list[dict]:
-    """A tiny pretrain of the package: by rank the losses of each iteration and the ledger."""
-    words = [
-        word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)
-    ]
-    env = dict(PYTHONPATH=os.pathsep.join((str(REPO), os.environ[FOLDERS])), HF_HUB_OFFLINE="1")
-    done = torchrun("tests/distributed/bridge_run.py", *words, processes=ranks, **env).finish(400)
-    assert done.returncode == 0, done.output[-4000:]
-    rows = [json.loads(line[7:]) for line in done.output.splitlines() if line.startswith("RESULT ")]
-    return sorted(rows, key=lambda row: row["rank"])
+    """Run a tiny pretrain of the package.
+
+    Args:
+        ranks: number of ranks.
+        options: of bridge_run.py, by name.
+
+    Returns:
+        By rank the losses of each iteration and the ledger.
+    """
+    flags = []
+    for name, value in options.items():
+        flags += [f"--{name.replace('_', '-')}", value]
+    env = {
+        "PYTHONPATH": os.pathsep.join((str(REPO), os.environ[FOLDERS])),
+        "HF_HUB_OFFLINE": "1",
+    }
+    started = torchrun("tests/distributed/bridge_run.py", *flags, processes=ranks, **env)
+    finished = started.finish(400)
+    assert finished.returncode == 0, finished.output[-4000:]
+    results = re.findall(r"^RESULT (.*)$", finished.output, re.MULTILINE)
+    return sorted(map(json.loads, results), key=lambda row: row["rank"])
 
 
-def compressed(rows: list[dict]) -> set[str]:
-    """Traffic classes that sent payloads on some rank."""
-    return {one["traffic"] for row in rows for one in row["ledger"] if one["kind"] == "compressed"}
+def compressed_channels(rows: list[dict]) -> set[str]:
+    """Return the traffic classes that sent payloads on some rank."""
+    channels = set()
+    for rank in rows:
+        channels |= {row["traffic"] for row in rank["ledger"] if row["kind"] == "compressed"}
+    return channels
 
 
 @REAL
-def test_pretrain_compresses_and_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    """TP 2 and PP 2: the losses after a resume are those of the run that went on, and scalars are written."""
-    layout = json.dumps(dict(tensor=2, pipeline=2))
-    given = json.dumps(dict(tp=["int8", "int6"], pp="int8", min_mb=0, error_bound=0.01))
-    options = dict(layout=layout, attach=given, folder=str(tmp_path))
-    whole = run(4, **options)
-    assert {"tp.forward", "tp.backward", "pp.forward", "pp.backward"} <= compressed(whole)
-    resumed = run(4, **options, from_iteration="2")
-    assert resumed[-1]["losses"] == whole[-1]["losses"][2:]
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class TestPretrain:
+    """Megatron-Bridge's pretrain at TP 2 and PP 2, and its resume from the second iteration."""
 
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert any("ratio" in tag for tag in events.Tags()["scalars"])
+    LAYOUT = json.dumps(dict(tensor=2, pipeline=2))
+    ATTACH = json.dumps(dict(tp=["int8", "int6"], pp="int8", min_mb=0, error_bound=0.01))
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory) -> str:
+        return str(tmp_path_factory.mktemp("pretrain"))
+
+    @pytest.fixture(scope="class")
+    def uninterrupted(self, folder: str) -> list[dict]:
+        return run(4, layout=self.LAYOUT, attach=self.ATTACH, folder=folder)
+
+    def test_it_compresses(self, uninterrupted: list[dict]) -> None:
+        channels = {"tp.forward", "tp.backward", "pp.forward", "pp.backward"}
+        assert channels <= compressed_channels(uninterrupted)
+
+    def test_resume_has_the_same_losses(self, uninterrupted: list[dict], folder: str) -> None:
+        resumed = run(4, layout=self.LAYOUT, attach=self.ATTACH, folder=folder, from_iteration="2")
+        assert resumed[-1]["losses"] == uninterrupted[-1]["losses"][2:]
+
+    def test_scalars_are_written(self, uninterrupted: list[dict], folder: str) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(f"{folder}/events").Reload()
+        assert any("ratio" in tag for tag in events.Tags()["scalars"])
 
 
 @REAL
-def test_pretrain_of_experts() -> None:
-    """EP 2: tokens and gradients are compressed."""
-    given = json.dumps(dict(ep="int8:group=64", dp="sdp4bit", min_mb=0))
-    rows = run(2, layout=json.dumps(dict(expert=2)), attach=given)
-    assert {"ep.forward", "ep.backward", "dp.gradient", "dp.weight"} <= compressed(rows)
+def test_pretrain_of_experts_compresses_tokens_and_gradients() -> None:
+    attach = json.dumps(dict(ep="int8:group=64", dp="sdp4bit", min_mb=0))
+    rows = run(2, layout=json.dumps(dict(expert=2)), attach=attach)
+    channels = {"ep.forward", "ep.backward", "dp.gradient", "dp.weight"}
+    assert channels <= compressed_channels(rows)

@@ -1,5 +1,9 @@
-"""What `host.install()` replaces, and what it leaves alone. In processes of their own: it changes torch."""
+"""`host.install()` changes torch where there is no CUDA, and only there.
 
+Each test runs in a process of its own.
+"""
+
+import functools
 import json
 import subprocess
 import sys
@@ -11,15 +15,14 @@ from tests.distributed.launch import REPO, environment
 
 def evaluate(code: str) -> dict:
     """Run `code` in a fresh interpreter and return the dict `seen` that it fills."""
-    program = f"import json, torch\nfrom megatron import host\nseen = {{}}\n{code}\nprint(json.dumps(seen))"
+    before = "import json, torch\nfrom megatron import host\nseen = {}\n"
+    after = "\nprint(json.dumps(seen))"
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        **{
-            "cwd": REPO,
-            "env": environment(LOCAL_WORLD_SIZE="4"),
-            "capture_output": True,
-            "text": True,
-        },
+        [sys.executable, "-W", "ignore", "-c", before + code + after],
+        cwd=REPO,
+        env=environment(LOCAL_WORLD_SIZE="4"),
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
@@ -29,11 +32,13 @@ GROUPS = """
 import tempfile, torch.distributed as dist
 from pathlib import Path
 host.install(training=False)
-dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
-threads = lambda: [one.read_text().strip() for one in Path("/proc/self/task").glob("*/comm")]
-before = len(threads())
+store = f"file://{tempfile.mkdtemp()}/store"
+dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+def number_of_threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+before = number_of_threads()
 groups = [dist.new_group([0]) for _ in range(10)]
-seen["threads a group"] = (len(threads()) - before) / 10
+seen["threads a group"] = (number_of_threads() - before) / 10
 total = torch.ones(3)
 dist.all_reduce(total, group=groups[3])
 seen["total"] = total.tolist()
@@ -42,23 +47,40 @@ dist.destroy_process_group()
 """
 
 
-def test_groups_share_a_device() -> None:
-    """Each has the two threads that run its work, and none that polls; the timeout is the group's own."""
-    assert evaluate(GROUPS) == {"threads a group": 2.0, "total": [1.0] * 3, "timeout": 1800.0}
+@functools.cache
+def groups() -> dict:
+    """Results of ``GROUPS``: ten gloo groups of one rank."""
+    return evaluate(GROUPS)
+
+
+def test_a_group_has_two_threads() -> None:
+    """They run its work; the thread that polls is shared with all groups."""
+    assert groups()["threads a group"] == 2.0
+
+
+def test_a_group_reduces() -> None:
+    assert groups()["total"] == [1.0, 1.0, 1.0]
+
+
+def test_a_group_has_its_own_timeout() -> None:
+    assert groups()["timeout"] == 1800.0
 
 
 WITH_CUDA = """
 torch.cuda.is_available = lambda: True
-def replaced():
-    holders = [torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.nn.Module]
-    return {(id(holder), name): id(value) for holder in holders for name, value in list(vars(holder).items())
-            if callable(value) and not isinstance(value, type) and not name.startswith("_")}
+def public_functions():
+    functions = {}
+    for owner in (torch, torch.Tensor, torch.cuda, torch.cuda.random, torch.nn.Module):
+        for name, value in list(vars(owner).items()):
+            if callable(value) and not isinstance(value, type) and not name.startswith("_"):
+                functions[id(owner), name] = id(value)
+    return functions
 import megatron.core.optimizer.distrib_optimizer as module
-before = replaced()
+before = public_functions()
 from megatron.compression.frontends import megatron_lm
 megatron_lm.prepare()
 seen["installed"] = host.install()
-after = replaced()
+after = public_functions()
 seen["changed"] = sorted(key[1] for key, value in before.items() if after.get(key) != value)
 seen["active"] = host.is_active()
 import megatron.core.datasets.utils as utils
@@ -66,12 +88,24 @@ seen["helpers"] = utils.compile_helpers()
 """
 
 
+@functools.cache
+def with_cuda() -> dict:
+    """Results of ``WITH_CUDA``: an installation in a process that believes to have CUDA."""
+    return evaluate(WITH_CUDA)
+
+
 @pytest.mark.thorough
-def test_with_cuda_torch_is_left_alone():
-    """Helpers: megatron-core's own function would look for a Makefile and end the process."""
-    assert evaluate(WITH_CUDA) == {
-        "installed": False,
-        "active": False,
-        "changed": [],
-        "helpers": None,
-    }
+def test_nothing_is_installed_with_cuda() -> None:
+    assert with_cuda()["installed"] is False
+    assert with_cuda()["active"] is False
+
+
+@pytest.mark.thorough
+def test_torch_is_left_alone_with_cuda() -> None:
+    assert with_cuda()["changed"] == []
+
+
+@pytest.mark.thorough
+def test_megatron_compiles_no_helpers_with_cuda() -> None:
+    """megatron-core's own function would look for a Makefile and end the process."""
+    assert with_cuda()["helpers"] is None

@@ -1,8 +1,8 @@
-"""Every schedule of megatron-core over the pipeline exchange: a lossless codec changes no bit of a gradient.
+"""Every schedule of megatron-core over the pipeline exchange: lossless codecs change no bit.
 
-One set of spawned ranks runs all cases, each on a tiny model of its own: without compression, with payloads
-of the identity codec in place of the tensors (both ways, one way, and from the next iteration on), and with
-lossy codecs.
+One set of spawned ranks runs all cases, each on a tiny model of its own: without compression, with
+payloads of the identity codec in place of the tensors (both ways, one way, and from the next
+iteration on), and with lossy codecs.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class Case:
     changes: dict = field(default_factory=dict)
     """Fields of the ``TransformerConfig``."""
     thorough: bool = False
-    """Run it compressed one way alone, before its start iteration, and with payloads of which all fit."""
+    """Also run compressed one way, before the start iteration, and with payloads that all fit."""
     every_codec: bool = False
     """Run it with lossy codecs as well."""
 
@@ -42,9 +42,13 @@ class Case:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """What the case runs with, by the names of ``SETTINGS``."""
-        more = (*EXACT[2:], "lossless") if self.thorough else ()
-        return (*EXACT[:2], "overflow", *more, *OTHER_CODECS * self.every_codec)
+        """The codecs that the case runs with, by the names of ``SETTINGS``."""
+        codecs = ["none", "identity", "overflow"]
+        if self.thorough:
+            codecs += ["forward alone", "warm-up", "lossless"]
+        if self.every_codec:
+            codecs += LOSSY
+        return tuple(codecs)
 
 
 SETTINGS = {
@@ -60,11 +64,11 @@ SETTINGS = {
     "overflow": {"compression": "lossless:escapes=1e-6"},
     "misfit": {"compression": "int4:normalize=standardize"},
 }
-"""Of ``PipelineParallelConfig``."""
+"""Fields of ``PipelineParallelConfig``."""
 EXACT = ("none", "identity", "forward alone", "warm-up")
 LOSSLESS = ("lossless", "overflow")
-"""All payloads fit; hardly any does, and the pass is repeated."""
-OTHER_CODECS = ("tah-quant", "pipeline-6bit", "taco", "sdp4bit")
+"""The lossless codec where all payloads fit, and where hardly any does: that pass is repeated."""
+LOSSY = ("tah-quant", "pipeline-6bit", "taco", "sdp4bit")
 
 ASYNC = dict(overlap_p2p_comm=True, batch_p2p_comm=False)
 THROUGHOUT = dict(**ASYNC, overlap_p2p_comm_warmup_flush=True)
@@ -85,102 +89,155 @@ CASES = (
 )
 
 
-def check_the_same(run: dict, plain: dict) -> None:
-    """Gradients, training loss and forward-only loss to the bit; and no message is left."""
-    assert plain["gradients"] and plain["gradients"] == run["gradients"]
-    assert plain["losses"] == run["losses"] and plain["evaluation"] == run["evaluation"]
-    assert run["left"] == 0
+THOROUGH_CASES = tuple(case for case in CASES if case.thorough)
+
+
+def check_the_same(run: dict, uncompressed: dict) -> None:
+    """Assert equal bits of gradients and losses, and that no message is left in flight."""
+    assert uncompressed["gradients"]
+    assert run["gradients"] == uncompressed["gradients"]
+    assert run["losses"] == uncompressed["losses"]
+    assert run["evaluation"] == uncompressed["evaluation"]
+    assert run["messages in flight"] == 0
+
+
+def check_exact_messages(run: dict, uncompressed: dict, expected_kind: dict[str, str]) -> None:
+    """Assert that a run with fp32 payloads sends the bytes and the messages of an uncompressed one.
+
+    Args:
+        run: a rank's result with the identity codec.
+        uncompressed: the rank's result without a codec.
+        expected_kind: of the ledger, by traffic class.
+    """
+    expected = {(row["traffic"], row["phase"]): row for row in uncompressed["ledger"]}
+    sends = [row for row in run["ledger"] if row["operation"] == "send"]
+    assert len(sends) == len(expected)
+    for row in sends:
+        assert row["kind"] == expected_kind[row["traffic"]]
+        uncompressed_row = expected[row["traffic"], row["phase"]]
+        assert row["calls"] == uncompressed_row["calls"]
+        assert row["sent_bytes"] == uncompressed_row["sent_bytes"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_uncompressed_messages_are_counted_as_off(results: list[dict], case: Case) -> None:
+    for rank in results:
+        run = rank[case.name]["none"]
+        assert {row["kind"] for row in run["ledger"]} == {"off"}
+        check_the_same(run, run)
+        check_exact_messages(run, run, {"pp.forward": "off", "pp.backward": "off"})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_identity_payloads_change_no_bit(results: list[dict], case: Case) -> None:
-    """Same gradients, training loss and forward-only loss; and every message was a payload, or was not."""
     for rank in results:
-        plain = rank[case.name]["none"]
-        sent = {(row["traffic"], row["phase"]): row for row in plain["ledger"]}
-        assert sent and {row["kind"] for row in sent.values()} == {"off"}
-        for name in set(EXACT) & set(case.codecs):
-            run = rank[case.name][name]
-            check_the_same(run, plain)
-            messages = [row for row in run["ledger"] if row["operation"] == "send"]
-            assert len(messages) == len(sent)
-            for (
-                row
-            ) in messages:  # fp32 values in fp32 payloads: the same bytes, in as many messages
-                kinds = {"identity": "compressed", "warm-up": "warmup", "none": "off"}
-                one_way = "compressed" if row["traffic"] == "pp.forward" else "off"
-                assert row["kind"] == kinds.get(name, one_way)
-                uncompressed = sent[row["traffic"], row["phase"]]
-                assert all(row[name] == uncompressed[name] for name in ("calls", "sent_bytes"))
+        run = rank[case.name]["identity"]
+        uncompressed = rank[case.name]["none"]
+        check_the_same(run, uncompressed)
+        kinds = {"pp.forward": "compressed", "pp.backward": "compressed"}
+        check_exact_messages(run, uncompressed, kinds)
+
+
+@pytest.mark.parametrize("case", THOROUGH_CASES, ids=lambda case: case.name)
+def test_payloads_forward_alone_change_no_bit(results: list[dict], case: Case) -> None:
+    for rank in results:
+        run = rank[case.name]["forward alone"]
+        uncompressed = rank[case.name]["none"]
+        check_the_same(run, uncompressed)
+        kinds = {"pp.forward": "compressed", "pp.backward": "off"}
+        check_exact_messages(run, uncompressed, kinds)
+
+
+@pytest.mark.parametrize("case", THOROUGH_CASES, ids=lambda case: case.name)
+def test_nothing_is_compressed_before_the_start_iteration(results: list[dict], case: Case) -> None:
+    for rank in results:
+        run = rank[case.name]["warm-up"]
+        uncompressed = rank[case.name]["none"]
+        check_the_same(run, uncompressed)
+        kinds = {"pp.forward": "warmup", "pp.backward": "warmup"}
+        check_exact_messages(run, uncompressed, kinds)
+
+
+def check_lossless(run: dict, uncompressed: dict) -> None:
+    """Assert the bits of the uncompressed run, and kinds and number of the messages.
+
+    A repeated pass goes without the codec, and evaluation is uncompressed.
+    """
+    check_the_same(run, uncompressed)
+    calls = {(row["phase"], row["traffic"]): row["calls"] for row in uncompressed["ledger"]}
+    kinds = {"eval": {"overflow"}, "train": {"compressed"}}
+    if run["repeated"]:
+        kinds["train"] = {"compressed", "overflow"}
+    for row in run["ledger"]:
+        if row["operation"] == "send":
+            assert row["kind"] in kinds[row["phase"]]
+            assert row["calls"] == calls[row["phase"], row["traffic"]]
+    compressed = [row for row in run["ledger"] if row["kind"] == "compressed"]
+    rows = [row for row in compressed if row["phase"] == "train"]
+    if rows:
+        sent = sum(row["sent_bytes"] for row in rows)
+        assert sent < 0.9 * sum(row["plain_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("case", THOROUGH_CASES, ids=lambda case: case.name)
+def test_lossless_payloads_that_fit_change_no_bit(results: list[dict], case: Case) -> None:
+    for rank in results:
+        check_lossless(rank[case.name]["lossless"], rank[case.name]["none"])
+    assert not any(rank[case.name]["lossless"]["repeated"] for rank in results)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_lossless_changes_no_bit(results: list[dict], case: Case) -> None:
-    """Same gradients and losses: in fewer bytes where payloads fit; where one overflowed, on every rank a
-    second pass without the codec. Evaluation is uncompressed."""
-    for name in set(LOSSLESS) & set(case.codecs):
-        runs = [rank[case.name][name] for rank in results]
-        for rank, run in zip(results, runs, strict=True):
-            plain = rank[case.name]["none"]
-            check_the_same(run, plain)
-            calls = {(row["phase"], row["traffic"]): row["calls"] for row in plain["ledger"]}
-            sends = [row for row in run["ledger"] if row["operation"] == "send"]
-            passes = [{"compressed"}, {"compressed", "overflow"}][run["repeated"]]
-            for row in sends:
-                assert row["kind"] in ({"overflow"} if row["phase"] == "eval" else passes)
-                assert row["calls"] == calls[row["phase"], row["traffic"]]
-            rows = [
-                row
-                for row in run["ledger"]
-                if row["phase"] == "train" and row["kind"] == "compressed"
-            ]
-            sent, uncompressed = (
-                sum(row[key] for row in rows) for key in ("sent_bytes", "plain_bytes")
-            )
-            assert sent < 0.9 * uncompressed or not rows
-        repeated = {run["repeated"] for run in runs}
-        assert repeated == {name == "overflow"} or case.tensor == 2, (
-            "a message of one tile has room even so"
-        )
-
-
-@pytest.mark.parametrize("codec", OTHER_CODECS)
-def test_any_codec(results: list[dict], codec: str) -> None:
-    """Fewer bytes than uncompressed both ways, and losses near the exact ones."""
-    losses = {"none": [], codec: []}
+def test_lossless_payloads_that_overflow_change_no_bit(results: list[dict], case: Case) -> None:
+    """Where a payload overflowed, every rank runs a second pass without the codec."""
     for rank in results:
-        for name in losses:
-            losses[name] += rank["1F1B on 2"][name]["losses"]
+        check_lossless(rank[case.name]["overflow"], rank[case.name]["none"])
+    if case.tensor == 1:  # with two tensor ranks a message is one tile, which has room even so
+        assert all(rank[case.name]["overflow"]["repeated"] for rank in results)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_lossy_codec_sends_fewer_bytes(results: list[dict], codec: str) -> None:
+    for rank in results:
         rows = rank["1F1B on 2"][codec]["ledger"]
-        sent, plain = (sum(row[key] for row in rows) for key in ("sent_bytes", "plain_bytes"))
-        assert 0 < sent < 0.32 * plain
-    assert (
-        losses[codec] == pytest.approx(losses["none"], rel=0.02) and losses[codec] != losses["none"]
-    )
+        sent = sum(row["sent_bytes"] for row in rows)
+        assert 0 < sent < 0.32 * sum(row["plain_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_lossy_codec_has_losses_near_the_exact_ones(results: list[dict], codec: str) -> None:
+    exact = []
+    lossy = []
+    for rank in results:
+        exact += rank["1F1B on 2"]["none"]["losses"]
+        lossy += rank["1F1B on 2"][codec]["losses"]
+    assert lossy == pytest.approx(exact, rel=0.02)
+    assert lossy != exact, "nothing was compressed"
 
 
 def test_overflow_reaches_the_first_stage(results: list[dict]) -> None:
-    """Gradients that are not finite stay so through the codec: every parameter before it learns of them."""
+    """Gradients that are not finite stay so through the codec: every parameter before has them."""
     for rank in results:
-        assert rank["overflow"]["gradients"] and not any(rank["overflow"]["finite"])
+        assert rank["overflow"]["gradients"]
+        assert not any(rank["overflow"]["finite"])
         assert all(rank["1F1B on 2"]["tah-quant"]["finite"])
 
 
-def test_ambiguous_batches_are_refused(results) -> None:
+def test_ambiguous_batches_are_refused(results: list[dict]) -> None:
     """Virtual stages on two ranks with batched messages would swap activations and gradients."""
     for rank in results:
         assert "mix up batched messages; use --overlap-p2p-communication" in rank["refusal"]
 
 
-def test_messages_that_do_not_fit_are_refused(results) -> None:
-    """In one line, at both ends: nobody waits for a message that is not sent."""
+def test_messages_that_do_not_fit_are_refused(results: list[dict]) -> None:
+    """The refusal is one line at both ends: no rank waits for a message that is not sent."""
     for rank in results:
         line = "--pp-compression int4:normalize=standardize does not fit messages of [32, 2, 64]"
-        assert rank["misfit"].startswith(line) and "\n" not in rank["misfit"]
+        assert rank["misfit"].startswith(line)
+        assert "\n" not in rank["misfit"]
 
 
 def run_cases(rank: int, world_size: int) -> dict:
-    """Every case with its codecs, and the refusal."""
+    """Run every case with its codecs, and the refusals."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -211,7 +268,14 @@ def run_cases(rank: int, world_size: int) -> dict:
 
 
 def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
-    """One iteration and one evaluation of the case's model."""
+    """Run one iteration and one evaluation of the case's model.
+
+    Args:
+        rank: this rank.
+        case: the schedule.
+        codec: name in ``SETTINGS``.
+        loss_scale: factor of every loss.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron.compression.communication import Ledger, Policy, Run
@@ -228,56 +292,61 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
     exchange = pipeline.exchange
     model = _build(rank, case)
     pipeline.attach(model)
-    losses, repeated = [], False
     step = get_forward_backward_func()
 
-    def passes(forward_only: bool) -> None:
-        losses.clear()
+    def passes(forward_only: bool) -> list[float]:
+        losses = []
+        data = [_batches(rank) for _ in model]
         step(
             forward_step_func=_forward_step(losses, loss_scale),
-            data_iterator=[_batches(rank) for _ in model] if case.virtual else _batches(rank),
+            data_iterator=data if case.virtual else data[0],
             model=model if case.virtual else model[0],
             num_microbatches=case.micro_batches,
             seq_length=SEQUENCE,
             micro_batch_size=MICRO_BATCH,
             forward_only=forward_only,
         )
+        return losses
 
     if codec in LOSSLESS:
         overflow.begin()
-    passes(forward_only=False)
-    if codec in LOSSLESS:
-        repeated = overflow.end()
+    losses = passes(forward_only=False)
+    # As Megatron's training step: a pass in which a payload overflowed is repeated uncompressed.
+    repeated = codec in LOSSLESS and overflow.end()
     if repeated:
         overflow.state = State.OFF
         for chunk in model:
             chunk.zero_grad()
-        passes(forward_only=False)
+        losses = passes(forward_only=False)
         overflow.state = State.ASKED
-    gradients = {
-        f"{number}.{parameter_name}": hash(parameter.grad.cpu().numpy().tobytes())
-        for number, chunk in enumerate(model)
-        for parameter_name, parameter in chunk.named_parameters()
-        if parameter.grad is not None
-    }
-    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
-    finite = [bool(p.grad.isfinite().all()) for p in parameters if p.grad is not None]
-    trained, ledger.evaluating = list(losses), True
+    gradients = _gradients(model)
+    hashes = {name: hash(gradient.cpu().numpy().tobytes()) for name, gradient in gradients.items()}
+    ledger.evaluating = True
     with torch.no_grad():
-        passes(forward_only=True)
+        evaluation = passes(forward_only=True)
     return {
-        "gradients": gradients,
-        "finite": finite,
-        "losses": trained,
+        "gradients": hashes,
+        "finite": [bool(gradient.isfinite().all()) for gradient in gradients.values()],
+        "losses": losses,
         "repeated": repeated,
-        "evaluation": list(losses),
+        "evaluation": evaluation,
         "ledger": ledger.rows(),
-        "left": len(exchange.in_flight),
+        "messages in flight": len(exchange.in_flight),
     }
+
+
+def _gradients(chunks: list) -> dict[str, torch.Tensor]:
+    """Return every gradient by chunk and parameter."""
+    gradients = {}
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if parameter.grad is not None:
+                gradients[f"{number}.{name}"] = parameter.grad
+    return gradients
 
 
 def _build(rank: int, case: Case) -> list:
-    """The chunks of this rank: torch-native layers."""
+    """Build the chunks of this rank, of torch-native layers."""
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
 
@@ -286,9 +355,9 @@ def _build(rank: int, case: Case) -> list:
         num_layers=case.layers,
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.virtual,
-        **dict(
-            pipeline_dtype=torch.float32, deallocate_pipeline_outputs=True, deterministic_mode=True
-        ),
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        deterministic_mode=True,
         **case.changes,
     )
     chunks = []
@@ -304,7 +373,7 @@ def _build(rank: int, case: Case) -> list:
 
 
 def _batches(rank: int):
-    """The same tokens in every run, on the rank's device."""
+    """Yield the same tokens in every run, on the rank's device."""
     return (batch(step, rank, MICRO_BATCH) for step in itertools.count())
 
 
@@ -322,4 +391,4 @@ def _forward_step(losses: list, loss_scale: float):
 
 
 results = spawned(run_cases, WORLD)
-"""By rank: {case: {codec: (gradient hashes, loss, evaluation loss, ledger rows)}}."""
+"""Results by rank: {case: {codec: results of ``_step``}}."""

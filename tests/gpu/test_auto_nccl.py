@@ -1,19 +1,45 @@
-"""--compression auto over NCCL: every candidate can be timed, and a run decides in time and checks itself."""
+"""--compression auto over NCCL: candidates can be timed, and a run decides in time and checks itself."""
 
 import pytest
 
-from tests.distributed.spawn import spawn
-from tests.distributed.test_auto import timing_worker
+from tests.distributed import test_auto
+from tests.distributed.spawn import spawned
 from tests.gpu.devices import needs
 from tests.gpu.training import train
 
 pytestmark = [pytest.mark.multigpu, needs(2)]
 
 
-def test_every_candidate_can_be_timed() -> None:
-    """With kernels and streams, as on CPUs."""
-    first, second = spawn(timing_worker, 2, backend="nccl", timeout=240)
-    assert first == second and min(first) >= 0
+timings = spawned(test_auto.timing_worker, 2, backend="nccl", timeout=240)
+"""Results by rank, as on CPUs."""
+
+
+def test_every_candidate_can_be_timed(timings: list[dict]) -> None:
+    test_auto.test_every_candidate_can_be_timed(timings)
+
+
+def test_largest_value_is_that_of_all_ranks(timings: list[dict]) -> None:
+    test_auto.test_largest_value_is_that_of_all_ranks(timings)
+
+
+def test_unequal_tokens_arrive(timings: list[dict]) -> None:
+    test_auto.test_unequal_tokens_arrive_uncompressed_exactly_and_nearly_through_codecs(timings)
+
+
+def test_links_are_described(timings: list[dict]) -> None:
+    test_auto.test_links_are_described_by_their_speed(timings)
+    test_auto.test_messages_between_optimizer_instances_are_described_by_size(timings)
+
+
+def test_timings_leave_the_random_state(timings: list[dict]) -> None:
+    test_auto.test_timings_leave_the_random_state(timings)
+
+
+MODEL = """--hidden-size 2048 --seq-length 1024 --max-position-embeddings 1024 --bf16
+    --use-distributed-optimizer --train-iters 24"""
+EXPERTS = """--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2
+    --disable-bias-linear --moe-token-dispatcher-type alltoall --dp-compression none"""
+CONTEXT = "--context-parallel-size 2 --transformer-impl local --dp-compression none"
 
 
 @pytest.mark.parametrize(
@@ -22,35 +48,16 @@ def test_every_candidate_can_be_timed() -> None:
         ("--tensor-model-parallel-size 2", ["tensor_parallel"]),
         ("--pipeline-model-parallel-size 2", ["pipeline_parallel"]),
         ("", ["data_parallel"]),
-        (
-            "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --disable-bias-linear "
-            "--moe-token-dispatcher-type alltoall --dp-compression none",
-            ["data_parallel", "expert_parallel"],
-        ),
-        (
-            "--context-parallel-size 2 --transformer-impl local --dp-compression none",
-            ["data_parallel", "context_parallel"],
-        ),
+        (EXPERTS, ["data_parallel", "expert_parallel"]),
+        (CONTEXT, ["data_parallel", "context_parallel"]),
     ],
 )
 def test_a_run_decides_and_goes_on(tmp_path, layout: str, dimensions: list[str]) -> None:
-    """Through host memory; what was chosen has been checked after 20 iterations."""
-    words = (
-        *layout.split(),
-        *(
-            "--hidden-size",
-            "2048",
-            "--seq-length",
-            "1024",
-            "--max-position-embeddings",
-            "1024",
-            "--bf16",
-        ),
-        *("--use-distributed-optimizer", "--train-iters", "24"),
-        *("--compression", "auto"),
-    )
-    found = train(*words, processes=2, report=tmp_path / "report", NCCL_P2P_DISABLE="1")
-    auto = found["settings"]["auto"]
+    """Messages go through host memory; the choice has been checked after 20 iterations."""
+    flags = (*layout.split(), *MODEL.split(), "--compression", "auto")
+    report = train(*flags, processes=2, report=tmp_path / "report", NCCL_P2P_DISABLE="1")
+    auto = report["settings"]["auto"]
     print("\n".join(auto["table"]))
-    assert auto["checked"] or not any(one["chosen"] for one in auto["dimensions"])
-    assert [one["dimension"] for one in auto["dimensions"]] == dimensions
+    choices = auto["dimensions"]
+    assert auto["checked"] or not any(choice["chosen"] for choice in choices)
+    assert [choice["dimension"] for choice in choices] == dimensions
