@@ -1,7 +1,8 @@
-"""One rank fails: what torchrun shows last is that rank and why, never a rank that lost the connection to it.
+"""One rank fails: torchrun's summary shows that rank and its error.
 
-torchrun names the rank that failed first by the times in the ranks' error files; the other rank notices within
-milliseconds, and its line would be the earlier one.
+It never shows a rank that only lost the connection. torchrun names the rank that failed first by
+the times in the ranks' error files; the other rank notices within milliseconds, and its line would
+be the earlier one.
 """
 
 import pytest
@@ -12,10 +13,11 @@ WATCHDOG_SECONDS = 150
 
 
 def run_that_loses_rank_1(fails_by: str) -> Run:
-    """Two tensor-parallel ranks under torchrun, of which rank 1 ends in the second iteration or so."""
+    """Run two tensor-parallel ranks under torchrun; rank 1 ends in the second iteration or so."""
     flags = tiny_flags(
-        *("--tensor-model-parallel-size", "2", "--compression-min-mb", "0"),
-        *("--tp-compression", "tests.distributed.failing_codec:FailsLate"),
+        "--tensor-model-parallel-size=2",
+        "--compression-min-mb=0",
+        "--tp-compression=tests.distributed.failing_codec:FailsLate",
         train_iters="1000",
     )
     started = torchrun("pretrain_gpt.py", *flags, processes=2, FAILS_BY=fails_by)
@@ -23,11 +25,11 @@ def run_that_loses_rank_1(fails_by: str) -> Run:
 
 
 def root_cause(run: Run) -> str:
-    """The part of torchrun's summary on the first observed failure."""
+    """Return the part of torchrun's summary on the first observed failure."""
     assert run.returncode != 0
-    _, found, summary = run.output.partition("Root Cause (first observed failure):")
-    assert found, run.output[-3000:]
-    return summary
+    heading = "Root Cause (first observed failure):"
+    assert heading in run.output, run.output[-3000:]
+    return run.output.partition(heading)[2]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +41,9 @@ def root_cause(run: Run) -> str:
     ],
 )
 def test_the_rank_that_failed_is_the_root_cause(fails_by: str, cause: str) -> None:
-    """With its exception, its exit, or the signal that ended it."""
+    """The summary has its exception, its exit, or the signal that ended it."""
     run = run_that_loses_rank_1(fails_by)
-    assert "rank      : 1 (local_rank: 1)" in root_cause(run), run.output[-3000:]
-    assert cause in root_cause(run), run.output[-3000:]
-    assert "lost the connection" not in root_cause(run)
+    summary = root_cause(run)
+    assert "rank      : 1 (local_rank: 1)" in summary, run.output[-3000:]
+    assert cause in summary, run.output[-3000:]
+    assert "lost the connection" not in summary
