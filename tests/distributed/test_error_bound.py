@@ -17,7 +17,7 @@ OTHER = ("b", "tp.forward")
 
 
 def decide(rank: int) -> dict:
-    """Return the sites past the bound: rank 1's codec is too coarse for site a, and for no other."""
+    """Return the sites past the bound: rank 1's codec is too coarse for site a alone."""
     torch.manual_seed(rank)
     fine = parse_codec("taco:format=int8")
     coarse = parse_codec("taco:format=int4")

@@ -42,45 +42,44 @@ SIZES = {
 def files(tmp_path_factory) -> Path:
     """A folder of short documents' data, and of a tokenizer of them as GPT-2's two files."""
     folder = tmp_path_factory.mktemp("scripts")
-    lines = [
-        line
-        for path in sorted((REPO / "docs").glob("*.md"))
-        for line in path.read_text().splitlines()
-    ]
+    lines = []
+    for page in sorted((REPO / "docs").glob("*.md")):
+        lines += page.read_text().splitlines()
     documents = [line for line in lines if len(line) > 40][:1000]
-    (folder / "text.jsonl").write_text(
-        "\n".join(json.dumps({"text": line}) for line in documents * 2)
-    )
+    records = [json.dumps({"text": document}) for document in documents * 2]
+    (folder / "text.jsonl").write_text("\n".join(records))
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(documents, vocab_size=500, special_tokens=["<|endoftext|>"])
     bpe.save_model(str(folder))
-    flags = f"""--input {folder}/text.jsonl --output-prefix {folder}/text --append-eod --workers 1
-        --tokenizer-type GPT2BPETokenizer --vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt"""
+    flags = f"""--input {folder}/text.jsonl --output-prefix {folder}/text --append-eod
+        --workers 1 --tokenizer-type GPT2BPETokenizer --vocab-file {folder}/vocab.json
+        --merge-file {folder}/merges.txt"""
     assert preprocess_data.main(flags.split()) == 0
     return folder
 
 
-def train(files: Path, saved: Path, *more: str, **how: str) -> Run:
-    """What the script hands to pretrain_gpt.py, at our sizes, on four ranks; ``how``: by what entrypoint."""
+def train(files: Path, saved: Path, *more: str, **options: str) -> Run:
+    """Run the script's training at our sizes on four ranks.
+
+    Args:
+        files: the folder of the fixture of this name.
+        saved: folder of checkpoints.
+        more: flags that are added to the script's.
+        options: of ``pretrain``: the entrypoint.
+    """
+    # torchrun is a stand-in that prints its arguments, a line each.
     fake(files, "torchrun", 'printf "%s\\n" "$@"')
     tokenizer = (files / "vocab.json", files / "merges.txt")
+    data = files / "text_text_document"
     env = environment()
     env["PATH"] = f"{files}:{env['PATH']}"
-    command = [
-        "bash",
-        SCRIPT,
-        saved,
-        saved / "tensorboard",
-        *tokenizer,
-        files / "text_text_document",
-        *more,
-    ]
-    words = printed(command, env, files)
-    words = words[words.index("pretrain_gpt.py") + 1 :]
-    for index, word in enumerate(words):
-        if word in SIZES:
-            words[index + 1] = SIZES[word]
-    return pretrain(*words, ranks=4, **how)
+    command = ["bash", SCRIPT, saved, saved / "tensorboard", *tokenizer, data, *more]
+    arguments = printed(command, env, files)
+    flags = arguments[arguments.index("pretrain_gpt.py") + 1 :]
+    for index, flag in enumerate(flags):
+        if flag in SIZES:
+            flags[index + 1] = SIZES[flag]
+    return pretrain(*flags, ranks=4, **options)
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +91,22 @@ def uncompressed(files: Path, tmp_path_factory) -> Run:
 @pytest.fixture(scope="module")
 def compressed(files: Path, tmp_path_factory) -> Run:
     """The script with compression, through an entrypoint that knows nothing of us."""
-    words = [*LAYOUT.split(), *COMPRESSION.split()]
+    flags = [*LAYOUT.split(), *COMPRESSION.split()]
     saved = tmp_path_factory.mktemp("compressed")
     script = "tests/distributed/ways_in/unedited.py"
-    return train(files, saved, *words, script=script, through="megatron/compression/__main__.py")
+    return train(files, saved, *flags, script=script, through="megatron/compression/__main__.py")
 
 
-@pytest.mark.parametrize("which", ["uncompressed", "compressed"])
-def test_the_script_trains(which: str, request) -> None:
-    """All iterations ran, and the audit found nothing that the ledger does not know."""
-    run = request.getfixturevalue(which)
+@pytest.mark.parametrize("variant", ["uncompressed", "compressed"])
+def test_the_script_trains(variant: str, request) -> None:
+    run = request.getfixturevalue(variant)
     assert sorted(run.losses)[-1] == 3
     assert all(math.isfinite(loss) for loss in run.losses.values())
-    assert UNKNOWN not in run.output
+
+
+@pytest.mark.parametrize("variant", ["uncompressed", "compressed"])
+def test_the_ledger_knows_every_byte(variant: str, request) -> None:
+    assert UNKNOWN not in request.getfixturevalue(variant).output
 
 
 def test_compression_changes_the_losses_a_little(uncompressed: Run, compressed: Run) -> None:

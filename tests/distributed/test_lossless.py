@@ -3,8 +3,12 @@
 Between pipeline stages under every schedule: test_pipeline_schedules.py.
 """
 
+import functools
+import itertools
 import json
 import re
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -23,7 +27,15 @@ SIZES = (1, 1000, 40_000)
 
 
 def rank_tensor(rank: int, rows: int, size: int, dtype: torch.dtype, wild: bool) -> torch.Tensor:
-    """What a rank brings: ``[rows, size]``, of all magnitudes where ``wild``."""
+    """Return a rank's tensor.
+
+    Args:
+        rank: of the values.
+        rows: first dimension.
+        size: second dimension.
+        dtype: of the tensor.
+        wild: values of all magnitudes, which no lossless payload fits.
+    """
     generator = torch.Generator().manual_seed(100 * rank + size)
     x = torch.randn(rows, size, generator=generator)
     if wild:
@@ -31,68 +43,152 @@ def rank_tensor(rank: int, rows: int, size: int, dtype: torch.dtype, wild: bool)
     return x.to(device_of(dist.get_rank()), dtype)
 
 
-def collectives_worker(rank: int, world_size: int) -> dict[str, int]:
-    """Every collective against torch's sums, the flag asked before it sends; the bytes sent by case."""
-    codec = parse_codec("lossless")
+@dataclass(frozen=True)
+class Tensors:
+    """A case of the collectives: every rank has ``[2 W, size]`` of this type."""
+
+    dtype: torch.dtype
+    size: int
+    wild: str
+    """The rank whose values overflow the payload: "no rank", "first" or "last"."""
+
+    def of_rank(self, rank: int, world_size: int) -> torch.Tensor:
+        """Return a rank's tensor."""
+        wild_ranks = {"no rank": None, "first": 0, "last": world_size - 1}
+        is_wild = rank == wild_ranks[self.wild]
+        return rank_tensor(rank, 2 * world_size, self.size, self.dtype, is_wild)
+
+
+WILD = ("no rank", "first", "last")
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def collectives_worker(rank: int, world_size: int) -> dict[Tensors, dict]:
+    """Run every collective over torch and over the transport of payloads.
+
+    Returns:
+        {case: {result: whether its bits are those of uncompressed tensors, and "sent": bytes}}.
+    """
     group = dist.group.WORLD
     transports = Transports("collective", communicators=2)
-    sent = {}
     transports.prepare([group])
-    for dtype in (torch.bfloat16, torch.float32):
-        for wild in (None, 0, world_size - 1):  # no rank's values, the first's, the last's
-            for size in SIZES:
-                x = [
-                    rank_tensor(r, 2 * world_size, size, dtype, r == wild)
-                    for r in range(world_size)
-                ]
-                exact = sum((other.float() for other in x[1:]), x[0].float())
-                before = x[rank].clone()
-                total = 0
+    results = {}
+    for dtype, wild, size in itertools.product(DTYPES, WILD, SIZES):
+        case = Tensors(dtype, size, wild)
+        sent = Counter()
 
-                def count(operation: str, nbytes: int) -> None:
-                    nonlocal total
-                    total += nbytes
+        def count(operation: str, nbytes: int, sent: Counter = sent) -> None:
+            sent["bytes"] += nbytes
 
-                for transport in (TorchTransport(group, count), transports.transport(group)):
-                    summed = all_reduce(x[rank], codec, transport).wait()
-                    assert torch.equal(summed, exact.to(dtype)), (dtype, wild, size)
-                    into = torch.empty_like(x[rank])
-                    assert all_reduce(x[rank], codec, transport, out=into).wait() is not None
-                    assert torch.equal(into, summed)
-                    own = reduce_scatter(x[rank], codec, transport).wait()
-                    assert torch.equal(own, exact.to(dtype)[2 * rank : 2 * rank + 2])
-                    gathered = all_gather(x[rank], codec, transport).wait()
-                    assert torch.equal(bits(gathered), bits(torch.cat(x)))
-                assert torch.equal(bits(x[rank]), bits(before))
-                sent[f"{dtype} {wild} {size}"] = total
-    return sent
+        tensors = [case.of_rank(other_rank, world_size) for other_rank in range(world_size)]
+        over_torch = exact_results(rank, tensors, TorchTransport(group, count))
+        over_ours = exact_results(rank, tensors, transports.transport(group))
+        exact = {name: over_torch[name] and over_ours[name] for name in over_torch}
+        results[case] = {**exact, "sent": sent["bytes"]}
+    return results
+
+
+def exact_results(rank: int, tensors: list[torch.Tensor], transport) -> dict[str, bool]:
+    """Run every collective through the lossless codec, and compare bits with torch's own sums.
+
+    Args:
+        rank: this rank.
+        tensors: every rank's.
+        transport: of the payloads.
+
+    Returns:
+        By collective whether its result is exact.
+    """
+    codec = parse_codec("lossless")
+    x = tensors[rank]
+    before = x.clone()
+    # Sums are in fp32 in the order of the ranks.
+    total = tensors[0].float()
+    for tensor in tensors[1:]:
+        total = total + tensor.float()
+    total = total.to(x.dtype)
+
+    summed = all_reduce(x, codec, transport).wait()
+    into = torch.empty_like(x)
+    assert all_reduce(x, codec, transport, out=into).wait() is not None
+    scattered = reduce_scatter(x, codec, transport).wait()
+    gathered = all_gather(x, codec, transport).wait()
+    return {
+        "all-reduce": torch.equal(summed, total),
+        "all-reduce into a tensor": torch.equal(into, summed),
+        "reduce-scatter": torch.equal(scattered, total[2 * rank : 2 * rank + 2]),
+        "all-gather": torch.equal(bits(gathered), bits(torch.cat(tensors))),
+        "input unchanged": torch.equal(bits(x), bits(before)),
+    }
+
+
+@functools.cache
+def collectives(world_size: int) -> list[dict[Tensors, dict]]:
+    """Return the results of ``collectives_worker`` by rank."""
+    return spawn(collectives_worker, world_size)
+
+
+RESULTS = (
+    "all-reduce",
+    "all-reduce into a tensor",
+    "reduce-scatter",
+    "all-gather",
+    "input unchanged",
+)
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_are_exact(world_size: int, result: str) -> None:
+    """They are where payloads fit, and where one rank's do not."""
+    for rank in collectives(world_size):
+        for case, results in rank.items():
+            assert results[result], case
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives(world_size: int) -> None:
-    """Exact where payloads fit and where one rank's do not; then in the tensors' bytes."""
-    by_rank = spawn(collectives_worker, world_size)
-    assert all(other == by_rank[0] for other in by_rank), "all send alike"
-    for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
-        tensor = 2 * world_size * SIZES[-1] * itemsize
-        share = (world_size - 1) / world_size
-        plain = (
-            share * tensor * (2 + 2 + 1 + world_size)
-        )  # two all-reduces, reduce-scatter, all-gather
-        ratio = 1.39 if itemsize == 2 else 1.16
-        assert by_rank[0][f"{dtype} None {SIZES[-1]}"] < plain / ratio
-        for wild in (0, world_size - 1):
-            assert by_rank[0][f"{dtype} {wild} {SIZES[-1]}"] <= 1.005 * plain
+def test_ranks_send_equal_bytes(world_size: int) -> None:
+    """One rank's overflow has every rank send uncompressed."""
+    by_rank = collectives(world_size)
+    for rank in by_rank:
+        for case, results in rank.items():
+            assert results["sent"] == by_rank[0][case]["sent"], case
+
+
+def uncompressed_bytes(world_size: int, dtype: torch.dtype) -> float:
+    """Return what a rank sends of the largest tensor without a codec.
+
+    An all-reduce sends two shares, and there are two; a reduce-scatter sends one, and the gather of
+    W tensors W.
+    """
+    tensor = 2 * world_size * SIZES[-1] * dtype.itemsize
+    share = (world_size - 1) / world_size
+    return share * tensor * (2 + 2 + 1 + world_size)
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.bfloat16, 1.39), (torch.float32, 1.16)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_payloads_that_fit_are_smaller(world_size: int, dtype: torch.dtype, ratio: float) -> None:
+    sent = collectives(world_size)[0][Tensors(dtype, SIZES[-1], "no rank")]["sent"]
+    assert sent < uncompressed_bytes(world_size, dtype) / ratio
+
+
+@pytest.mark.parametrize("wild", ["first", "last"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_overflow_sends_the_tensors_bytes(world_size: int, dtype: torch.dtype, wild: str) -> None:
+    sent = collectives(world_size)[0][Tensors(dtype, SIZES[-1], wild)]["sent"]
+    assert sent <= 1.005 * uncompressed_bytes(world_size, dtype)
 
 
 def observed(run: Run) -> dict[str, dict[str, int]]:
-    """What a run of observed_lossless.py prints, of all ranks together."""
-    actual: dict[str, dict[str, int]] = {"passes": {}, "asked": {}}
+    """Return what observed_lossless.py prints, summed over the ranks."""
+    total: dict[str, dict[str, int]] = {"passes": {}, "asked": {}}
     for line in re.findall(r"observed (\{.*\})", run.output):
         for name, counts in json.loads(line).items():
             for key, count in counts.items():
-                actual[name][key] = actual[name].get(key, 0) + count
-    return actual
+                total[name][key] = total[name].get(key, 0) + count
+    return total
 
 
 EVERY_MESSAGE = ("--compression-min-mb", "0")
@@ -101,41 +197,81 @@ SEQUENCE = """--tensor-model-parallel-size 2 --sequence-parallel --recompute-gra
     --recompute-method uniform --recompute-num-layers 1"""
 RANDOM = "--pipeline-model-parallel-size 2 --attention-dropout 0.1 --hidden-dropout 0.1"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-RUNS = {
-    "sequence": (SEQUENCE, ("--tp-compression", *EVERY_MESSAGE), "1 input"),
-    "pipeline": (RANDOM, ("--pp-compression",), "0 input"),
-    "data": (OVERLAP, ("--dp-compression",), "1 gradient"),
-    "data, unsharded": ("", ("--dp-compression",), "1 gradient"),
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run in bf16, and what lossless payloads do not fit in its second iteration."""
+
+    flags: str
+    compression: str
+    poison: str
+    """Rank, and what is poisoned: see observed_lossless.py."""
+    more: tuple[str, ...] = ()
+    """Further flags of the compressed run."""
+
+
+TRAININGS = {
+    "sequence": Training(SEQUENCE, "--tp-compression", "1 input", EVERY_MESSAGE),
+    "pipeline": Training(RANDOM, "--pp-compression", "0 input"),
+    "data": Training(OVERLAP, "--dp-compression", "1 gradient"),
+    "data, unsharded": Training("", "--dp-compression", "1 gradient"),
 }
-"""Flags; those that compress, the spec after the first; what overflows in the second iteration."""
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_losses_are_those_of_the_uncompressed_run(name: str) -> None:
-    """In bf16, to the last digit, in training and evaluation, with payloads that fit and with some that
-    overflow in the second iteration. That is repeated uncompressed, and it alone; nobody asks in training."""
-    flags, (compression, *more), poison = RUNS[name]
+@functools.cache
+def runs(name: str) -> tuple[Run, Run]:
+    """Return the uncompressed and the compressed run of a training."""
+    training = TRAININGS[name]
 
-    def run(*compressed: str) -> Run:
-        words = tiny_flags(*GPT, "--bf16", *EVALUATED, *flags.split(), *compressed)
-        return pretrain(
-            *words, script="tests/distributed/observed_lossless.py", env={"POISON": poison}
-        )
+    def run(*compression: str) -> Run:
+        flags = (*GPT, "--bf16", *EVALUATED, *training.flags.split(), *compression)
+        script = "tests/distributed/observed_lossless.py"
+        return pretrain(*tiny_flags(*flags), script=script, env={"POISON": training.poison})
 
-    plain = run()
-    losses = plain.losses
-    evaluated = plain.output.count("validation loss")
-    assert len(set(losses.values())) == len(losses) == 4 and evaluated
-    once = observed(plain)["passes"]
-    compressed = run(compression, "lossless", *more)
+    return run(), run(training.compression, "lossless", *training.more)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_training_losses_are_the_uncompressed_runs(name: str) -> None:
+    """They are to the last digit, with payloads that fit and with some that overflow."""
+    uncompressed, compressed = runs(name)
+    losses = uncompressed.losses
+    assert len(set(losses.values())) == 4
+    assert len(losses) == 4
     assert compressed.losses == losses
-    for line in re.findall("validation loss.*", plain.output):
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_validation_losses_are_the_uncompressed_runs(name: str) -> None:
+    uncompressed, compressed = runs(name)
+    lines = re.findall("validation loss.*", uncompressed.output)
+    assert lines
+    for line in lines:
         assert line in compressed.output
-    seen = observed(compressed)
-    assert seen["passes"] == once | {"2": 2 * once["2"]}
-    assert not [key for key in seen["asked"] if key.startswith("training")]
-    assert bool(seen["asked"]) == (name == "sequence")
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_iteration_that_overflows_is_repeated_alone(name: str) -> None:
+    uncompressed, compressed = runs(name)
+    expected = observed(uncompressed)["passes"]
+    expected["2"] *= 2
+    assert observed(compressed)["passes"] == expected
+    assert compressed.output.count("is repeated uncompressed") == 1
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_ranks_ask_for_overflows_in_evaluations_alone(name: str) -> None:
+    """In training they ask once an iteration. Only tensor parallelism compresses evaluations."""
+    _, compressed = runs(name)
+    asked = observed(compressed)["asked"]
+    assert not [phase for phase in asked if phase.startswith("training")]
+    assert bool(asked) == (name == "sequence")
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_both_passes_are_in_the_ledger(name: str) -> None:
+    _, compressed = runs(name)
     rows = [row for rank in compressed.ranks for row in rank.ledger]
     kinds = {row["kind"] for row in rows if row["phase"] == "train"}
     assert {"compressed", "overflow"} <= kinds
-    assert compressed.output.count("is repeated uncompressed") == 1

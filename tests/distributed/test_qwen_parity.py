@@ -1,4 +1,4 @@
-"""Small random models of Hugging Face's own code: same logits, and bitwise there and back."""
+"""Small random models of Hugging Face's own code: same logits; export and import are inverses."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,16 @@ FLAGS = ["--seq-length", "40"]
 def make_hugging_face_model(
     family: str, folder: Path, dtype: torch.dtype, vocabulary: int = 101
 ) -> torch.nn.Module:
-    """Save a random model; sizes divide nothing by accident, the vocabulary needs padding at 2 ranks."""
+    """Save a random model.
+
+    Its sizes divide nothing by accident, and the vocabulary needs padding at 2 ranks.
+
+    Args:
+        family: of ``FAMILIES``.
+        folder: to save into.
+        dtype: of the parameters.
+        vocabulary: number of tokens.
+    """
     sizes = dict(
         vocab_size=vocabulary,
         hidden_size=48,
@@ -48,9 +57,8 @@ def make_hugging_face_model(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
-            if (
-                parameter.dim() == 1
-            ):  # norms that are not one and biases that are not zero show mistakes
+            if parameter.dim() == 1:
+                # Norms that are not one and biases that are not zero show mistakes.
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.mul_(6)
@@ -59,24 +67,25 @@ def make_hugging_face_model(
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder's safetensors files."""
-    return {
-        name: value
-        for file in folder.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
+    """Return every tensor of a folder's safetensors files."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
 
 
-def assert_same_tensors(folder: Path, wanted: Path) -> None:
-    """Same names, dtypes and bits."""
-    got, want = tensors_in(folder), tensors_in(wanted)
-    assert got.keys() == want.keys()
-    for name in want:
-        assert got[name].dtype == want[name].dtype and torch.equal(got[name], want[name]), name
+def assert_same_tensors(folder: Path, expected_folder: Path) -> None:
+    """Assert that two folders have the same names, dtypes and bits."""
+    actual = tensors_in(folder)
+    expected = tensors_in(expected_folder)
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
 
 
 def logits(session) -> torch.Tensor:
-    """The model's logits for TOKENS, whole on every rank, padding of the vocabulary cut off."""
+    """Return the model's logits for TOKENS on every rank, without the vocabulary's padding."""
     model = session.chunks[0].eval()
     with torch.no_grad():
         part = model(TOKENS, torch.arange(TOKENS.shape[1]).expand_as(TOKENS), None).contiguous()
@@ -86,7 +95,7 @@ def logits(session) -> torch.Tensor:
 
 
 def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
-    """Load what was imported at TP 2 and at TP 2 with SP; at PP 2 save it again.
+    """Load the imported weights at TP 2 and at TP 2 with SP; at PP 2 save them again.
 
     Returns:
         Logits by "family TP".
@@ -116,7 +125,14 @@ def parity_worker(rank: int, world_size: int, folder: str) -> dict[str, torch.Te
 
 
 def convert_worker(rank: int, world_size: int, folder: str, command: str) -> None:
-    """Import every family of a folder, or export it from what two stages saved."""
+    """Import every family of a folder, or export it from the two stages' checkpoint.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        folder: of the families' folders.
+        command: import or export.
+    """
     import convert_hf
 
     for family in FAMILIES:
@@ -131,69 +147,105 @@ def convert_worker(rank: int, world_size: int, folder: str, command: str) -> Non
 def parity(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """The folder, Hugging Face's logits by family, and ours by rank."""
     folder = tmp_path_factory.mktemp("qwen")
-    wanted = {}
+    expected = {}
     for family in FAMILIES:
         model = make_hugging_face_model(family, folder / family, torch.float32)
         with torch.no_grad():
-            wanted[family] = model(TOKENS).logits
+            expected[family] = model(TOKENS).logits
     spawn(convert_worker, 1, str(folder), "import")
     results = spawn(parity_worker, 2, str(folder))
     spawn(convert_worker, 1, str(folder), "export")
-    return folder, wanted, results
+    return folder, expected, results
 
 
 @pytest.mark.parametrize("parallel", ["TP 2", "TP 2 SP"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_hugging_faces(family, parallel, parity) -> None:
-    _, wanted, ours = parity
-    assert wanted[family].std() > 0.5, "logits of no size would agree by accident"
+    _, logits_by_family, ours = parity
+    expected = logits_by_family[family]
+    assert expected.std() > 0.5, "logits of no size would agree by accident"
     for results in ours:
-        torch.testing.assert_close(
-            results[f"{family} {parallel}"], wanted[family], rtol=0, atol=1e-4
-        )
+        torch.testing.assert_close(results[f"{family} {parallel}"], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_import_and_export_are_bitwise_inverses(family, parity) -> None:
-    """Also when two pipeline stages have saved the checkpoint in between."""
+    """Two pipeline stages have saved the checkpoint in between."""
     folder, _, _ = parity
     assert_same_tensors(folder / f"{family}-from-pp2", folder / family)
 
 
 def run(script: str, *arguments: str, processes: int = 1) -> str:
-    """Run a script of the project on CPUs; returns what it printed."""
-    done = start(script, *arguments, processes=processes).finish(timeout=240)
-    assert done.returncode == 0, done.output[-6000:]
-    return done.output
+    """Run a script of the project on CPUs, and return its output."""
+    finished = start(script, *arguments, processes=processes).finish(timeout=240)
+    assert finished.returncode == 0, finished.output[-6000:]
+    return finished.output
 
 
-def test_import_train_export_on_the_command_line(tmp_path) -> None:
-    """bf16, Qwen3: convert in, train with --taco at TP 2 from there, convert out, run in transformers."""
-    source, checkpoint, trained = tmp_path / "source", tmp_path / "checkpoint", tmp_path / "trained"
-    make_hugging_face_model("qwen3", source, torch.bfloat16)
-    (source / "tokenizer.json").write_text("{}")
-    run("scripts/convert_hf.py", "import", "--hf-dir", str(source), "--save", str(checkpoint))
-    flags = f"""--qwen-model {source} --max-position-embeddings 48 --load {checkpoint}
-        --save {tmp_path / "new"} --save-interval 3 --mock-data --tokenizer-type NullTokenizer --seq-length 40
-        --split 1,0,0 --num-workers 0 --bf16 --micro-batch-size 2 --global-batch-size 4 --train-iters 3
-        --lr 1e-3 --log-interval 1 --eval-iters 0 --eval-interval 10 --tensor-model-parallel-size 2
-        --taco --compression-min-mb 0"""
-    log = run("pretrain_qwen.py", *flags.split(), processes=2)
-    assert "qwen: --qwen-model adds --num-layers 4 " in log
-    assert "loading release distributed checkpoint" in log
-    assert "no mask tensor is needed" in log
-    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
-    assert len(losses) == 3
-    flags = f"export --load {tmp_path / 'new'} --hf-dir {trained} --like {source}"
-    run("scripts/convert_hf.py", *flags.split())
-    assert (trained / "tokenizer.json").is_file()
-    before, after = tensors_in(source), tensors_in(trained)
-    assert before.keys() == after.keys()
-    assert all(before[name].shape == after[name].shape for name in before)
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
-    assert len(changed) > len(before) // 2, "it must really have trained"
-    for name in before:
-        assert (before[name] - after[name]).abs().max() < 0.1, "three steps change weights a little"
-    model = transformers.AutoModelForCausalLM.from_pretrained(trained)
-    assert model.dtype == torch.bfloat16 and model.config.max_position_embeddings == 64
-    assert model(TOKENS).logits.isfinite().all()
+class TestCommandLine:
+    """Qwen3 in bf16: convert in, train with --taco at TP 2 from there, convert out."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory) -> Path:
+        return tmp_path_factory.mktemp("command-line")
+
+    @pytest.fixture(scope="class")
+    def source(self, folder: Path) -> Path:
+        """The folder of Hugging Face's model."""
+        source = folder / "source"
+        make_hugging_face_model("qwen3", source, torch.bfloat16)
+        (source / "tokenizer.json").write_text("{}")
+        return source
+
+    @pytest.fixture(scope="class")
+    def log(self, folder: Path, source: Path) -> str:
+        """The log of the training."""
+        checkpoint = folder / "checkpoint"
+        run("scripts/convert_hf.py", "import", "--hf-dir", str(source), "--save", str(checkpoint))
+        flags = f"""--qwen-model {source} --max-position-embeddings 48 --load {checkpoint}
+            --save {folder / "new"} --save-interval 3 --mock-data --tokenizer-type NullTokenizer
+            --seq-length 40 --split 1,0,0 --num-workers 0 --bf16 --micro-batch-size 2
+            --global-batch-size 4 --train-iters 3 --lr 1e-3 --log-interval 1 --eval-iters 0
+            --eval-interval 10 --tensor-model-parallel-size 2 --taco --compression-min-mb 0"""
+        return run("pretrain_qwen.py", *flags.split(), processes=2)
+
+    @pytest.fixture(scope="class")
+    def trained(self, folder: Path, source: Path, log: str) -> Path:
+        """The folder of the model that was exported after the training."""
+        trained = folder / "trained"
+        flags = f"export --load {folder / 'new'} --hf-dir {trained} --like {source}"
+        run("scripts/convert_hf.py", *flags.split())
+        return trained
+
+    def test_training_begins_with_the_imported_weights(self, log: str) -> None:
+        assert "qwen: --qwen-model adds --num-layers 4 " in log
+        assert "loading release distributed checkpoint" in log
+        assert "no mask tensor is needed" in log
+
+    def test_every_iteration_has_a_loss(self, log: str) -> None:
+        losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
+        assert len(losses) == 3
+
+    def test_export_has_the_tokenizer(self, trained: Path) -> None:
+        assert (trained / "tokenizer.json").is_file()
+
+    def test_export_has_the_sources_tensors(self, source: Path, trained: Path) -> None:
+        before = tensors_in(source)
+        after = tensors_in(trained)
+        assert before.keys() == after.keys()
+        for name in before:
+            assert before[name].shape == after[name].shape, name
+
+    def test_three_steps_change_most_weights_a_little(self, source: Path, trained: Path) -> None:
+        before = tensors_in(source)
+        after = tensors_in(trained)
+        changed = [name for name in before if not torch.equal(before[name], after[name])]
+        assert len(changed) > len(before) // 2
+        for name in before:
+            assert (before[name] - after[name]).abs().max() < 0.1, name
+
+    def test_transformers_runs_the_export(self, trained: Path) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(trained)
+        assert model.dtype == torch.bfloat16
+        assert model.config.max_position_embeddings == 64
+        assert model(TOKENS).logits.isfinite().all()
