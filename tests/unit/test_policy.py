@@ -131,6 +131,15 @@ def test_a_layer_sends_itself_where_either_direction_is_compressed(
     assert site.pair("tp.forward", "tp.backward", LARGE).compressed is sends_itself
 
 
+def test_errors_are_measured_in_training_alone() -> None:
+    """An evaluation between two log lines does not enter the report's errors."""
+    policy = policy_of(bound=ErrorMeter(interval=1))
+    policy.ledger.evaluating = True
+    assert not policy.measures("fc1", "tp.forward")
+    policy.ledger.evaluating = False
+    assert policy.measures("fc1", "tp.forward")
+
+
 FC2 = "decoder.layers.{}.mlp.linear_fc2"
 PROJ = "decoder.layers.{}.self_attention.linear_proj"
 
