@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron.compression.caat_net.layers import _sum_over_ranks
 from megatron.compression.codecs import parse_codec
+from megatron.compression.communication import CommSite
 from megatron.compression.report.figures import log_line
 from megatron.compression.report.reporter import _by_name, _totals
 from tests.distributed.caat_net_emulation import EmulatedCaatNet, fill_parameters
@@ -232,6 +235,25 @@ def test_gradients_of_data_parallel_shards() -> None:
             joined[name] = torch.where(first.isnan(), second, first)
         assert all(any(g.isnan().any() for g in copy.values()) for copy in of_copies)
         _check_gradients(joined, emulation, stream)
+
+
+MAGNITUDES = torch.tensor([1.0, 30.0, 0.1]).view(-1, 1)
+ADDENDS = (MAGNITUDES * torch.randn(3, 512, generator=torch.Generator().manual_seed(0))).bfloat16()
+"""Gradients of three streams ``[3, n]``, whose sum depends on where it is rounded."""
+
+
+def bf16_sum_worker(rank: int, world_size: int) -> torch.Tensor:
+    """The sum of the streams' bf16 gradients without a codec."""
+    site = CommSite("proj", dist.group.WORLD, run_with("none"), fused=False)
+    return _sum_over_ranks(ADDENDS[rank].clone(), site, "tp.backward").wait()
+
+
+def test_gradients_of_bf16_are_summed_in_fp32_and_rounded_once() -> None:
+    first, second, third = ADDENDS
+    expected = (first.float() + second.float() + third.float()).bfloat16()
+    assert not torch.equal(expected, first + second + third)
+    for total in spawn(bf16_sum_worker, 3):
+        assert torch.equal(total, expected)
 
 
 FP8 = "taco"
