@@ -26,50 +26,61 @@ ENGINE = dict(transformer_impl="transformer_engine")
 
 
 def _config(*flags: str, **megatron) -> CompressionConfig:
+    """Return what flags resolve to in a run with these arguments of Megatron."""
     return resolve(parsed(*flags, **megatron))
 
 
-def test_taco_is_the_papers_settings() -> None:
-    """--taco = --tp-compression taco, with settings or without."""
-    config = _config("--taco").tensor_parallel
-    assert config == TensorParallelConfig(compression="taco")
-    codec = config.forward_codec
-    assert (codec.format, codec.group, codec.scales, codec.hadamard) == (
-        "fp8-e4m3",
-        128,
-        "dual",
-        True,
-    )
-    assert config.rules(0)["tp.forward"].min_bytes == 8 * 2**20
-    assert _config("--tp-compression", "taco").tensor_parallel == config
-    assert _config("--taco", "--tp-compression", "taco").tensor_parallel == config
-    settings = _config("--taco", "format=int8,group=64").tensor_parallel
-    assert settings.forward_codec.name == "taco:format=int8,group=64"
+class TestTaco:
+    """--taco is short for --tp-compression taco."""
+
+    def test_it_has_the_papers_settings(self) -> None:
+        config = _config("--taco").tensor_parallel
+        assert config == TensorParallelConfig(compression="taco")
+        codec = config.forward_codec
+        assert codec.format == "fp8-e4m3"
+        assert codec.group == 128
+        assert codec.scales == "dual"
+        assert codec.hadamard is True
+
+    def test_it_compresses_from_8_mib_on(self) -> None:
+        assert _config("--taco").tensor_parallel.rules(0)["tp.forward"].min_bytes == 8 * 2**20
+
+    @pytest.mark.parametrize("flags", ["--tp-compression taco", "--taco --tp-compression taco"])
+    def test_both_flags_mean_the_same(self, flags: str) -> None:
+        expected = _config("--taco").tensor_parallel
+        assert _config(*flags.split()).tensor_parallel == expected
+
+    def test_it_takes_settings(self) -> None:
+        config = _config("--taco", "format=int8,group=64").tensor_parallel
+        assert config.forward_codec.name == "taco:format=int8,group=64"
 
 
-def test_taco_paper_is_three_codecs() -> None:
-    """One flag for all dimensions; a dimension's own flag beside it wins."""
-    config = _config("--compression", "taco-paper", use_distributed_optimizer=True)
-    assert config.tensor_parallel == TensorParallelConfig(compression="taco")
-    assert (
-        config.data_parallel.compression == "sdp4bit"
-        and config.data_parallel.weight_codec is not None
-    )
-    assert config.pipeline_parallel == PipelineParallelConfig(compression="tah-quant")
-    mixed = _config(
-        "--compression", "taco-paper", "--pp-compression", "int8", "--taco", "format=int6"
-    )
-    assert mixed.pipeline_parallel.compression == "int8"
-    assert mixed.tensor_parallel.compression == "taco:format=int6"
-    without = _config(
-        "--compression", "taco-paper", "--dp-compression", "none", "--tp-compression", "tensor-6bit"
-    )
-    assert not without.data_parallel.enabled and without.pipeline_parallel.enabled
-    assert without.tensor_parallel == TensorParallelConfig(compression="tensor-6bit")
+class TestTacoPaper:
+    """--compression taco-paper sets three dimensions; a dimension's own flag beside it wins."""
+
+    def test_it_is_three_codecs(self) -> None:
+        config = _config("--compression", "taco-paper", use_distributed_optimizer=True)
+        assert config.tensor_parallel == TensorParallelConfig(compression="taco")
+        assert config.data_parallel.compression == "sdp4bit"
+        assert config.data_parallel.weight_codec is not None
+        assert config.pipeline_parallel == PipelineParallelConfig(compression="tah-quant")
+
+    def test_a_flag_of_another_codec_wins(self) -> None:
+        flags = "--compression taco-paper --pp-compression int8 --taco format=int6"
+        config = _config(*flags.split())
+        assert config.pipeline_parallel.compression == "int8"
+        assert config.tensor_parallel.compression == "taco:format=int6"
+
+    def test_none_and_a_recipe_win(self) -> None:
+        flags = "--compression taco-paper --dp-compression none --tp-compression tensor-6bit"
+        config = _config(*flags.split())
+        assert not config.data_parallel.enabled
+        assert config.pipeline_parallel.enabled
+        assert config.tensor_parallel == TensorParallelConfig(compression="tensor-6bit")
 
 
 def test_every_flag_reaches_its_field(monkeypatch) -> None:
-    """All of them but those that other tests name."""
+    """All of them are here but those that other tests name."""
     monkeypatch.setenv("MEGATRON_COMPRESSION_NODE_SIZE", "2")
     monkeypatch.setenv("MEGATRON_COMPRESSION_COMMUNICATORS", "3")
     flags = """--tp-compression int6 int8:group=64 --compression-min-mb 0.5
@@ -98,14 +109,28 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
         validate_uncompressed=True,
         report="out",
     )
+
+
+def test_min_mb_is_the_threshold_of_every_message() -> None:
+    codecs = (
+        "--tp-compression int6 --pp-compression int8 --cp-compression int8 --dp-compression int8"
+    )
+    config = _config(*codecs.split(), "--compression-min-mb", "0.5")
     assert {rule.min_bytes for rule in config.rules().values()} == {2**19}
-    assert _config("--caat-net-sync-fraction", "0.5").caat_net == CaatNetConfig(sync_fraction=0.5)
+
+
+def test_the_fraction_of_caat_net_reaches_its_field() -> None:
+    config = _config("--caat-net-sync-fraction", "0.5")
+    assert config.caat_net == CaatNetConfig(sync_fraction=0.5)
+
+
+GONE = [(f"{flag} 1", f"{flag} is gone; {instead}") for flag, instead in REMOVED.items()]
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "line"),
     [
-        *((f"{flag} 1", f"{flag} is gone; {instead}") for flag, instead in REMOVED.items()),
+        *GONE,
         ("--tp-backward-compression=int6", "second value: --tp-compression SPEC BACKWARD"),
         ("--compression-3d", "give --compression taco-paper"),
         ("--compression int6:group=64", "--tp-compression int6:group=64"),
@@ -114,79 +139,121 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
         ("--ep-compression int8 int6 int4", "takes SPEC [BACKWARD], not 3 values"),
     ],
 )
-def test_a_flag_or_value_that_is_gone_or_wrong_names_the_right_one(flags: str, said: str) -> None:
-    """In one line, wherever it stands on the command line."""
+def test_a_flag_or_value_that_is_gone_or_wrong_names_the_right_one(flags: str, line: str) -> None:
+    """The error is one line, wherever the flag is on the command line."""
     parser = OneLineParser()
     add_flags(parser)
     with pytest.raises(InputError) as error:
         parser.parse_args(["--taco", *flags.split()])
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_the_environment_is_checked_and_said(monkeypatch) -> None:
-    """Numbers from 1; a line of the log for each that is set; a resume says what has changed."""
-    now = _config("--dp-compression", "int8").asdict()
-    monkeypatch.setenv(NODE_SIZE, "2")
-    monkeypatch.setenv(COMMUNICATORS, "3")
-    args = parsed("--dp-compression", "int8", "--compression-min-mb", "0.5", data_parallel_size=4)
-    config = resolve(args)
-    assert config.describe(args)[-2:] == [f"{COMMUNICATORS}=3", f"{NODE_SIZE}=2"]
-    assert changed_settings(now, config.asdict()) == [
-        "--compression-min-mb default -> 0.5",
-        f"{COMMUNICATORS} 0 -> 3",
-        f"{NODE_SIZE} default -> 2",
-    ]
-    monkeypatch.setenv(NODE_SIZE, "two")
-    with pytest.raises(
-        CompressionConfigError, match=f"{NODE_SIZE}=two must be a number >= 1; unset it"
-    ):
-        _config("--dp-compression", "int8")
-    monkeypatch.setenv("MEGATRON_COMPRESSION_NODES", "2")
-    with pytest.raises(
-        CompressionConfigError, match=f"_NODES is unknown; did you mean {NODE_SIZE}"
-    ):
-        _config("--dp-compression", "int8")
+class TestEnvironment:
+    @pytest.fixture
+    def both(self, monkeypatch) -> None:
+        monkeypatch.setenv(NODE_SIZE, "2")
+        monkeypatch.setenv(COMMUNICATORS, "3")
+
+    def test_each_variable_is_a_line_of_the_log(self, both) -> None:
+        args = parsed("--dp-compression", "int8", data_parallel_size=4)
+        lines = resolve(args).describe(args)
+        assert lines[-2:] == [f"{COMMUNICATORS}=3", f"{NODE_SIZE}=2"]
+
+    def test_a_resumed_run_names_variables_that_have_changed(self, monkeypatch) -> None:
+        saved = _config("--dp-compression", "int8").asdict()
+        monkeypatch.setenv(NODE_SIZE, "2")
+        monkeypatch.setenv(COMMUNICATORS, "3")
+        resumed = _config(
+            "--dp-compression", "int8", "--compression-min-mb", "0.5", data_parallel_size=4
+        )
+        assert changed_settings(saved, resumed.asdict()) == [
+            "--compression-min-mb default -> 0.5",
+            f"{COMMUNICATORS} 0 -> 3",
+            f"{NODE_SIZE} default -> 2",
+        ]
+
+    def test_a_value_that_is_no_number_is_refused(self, monkeypatch) -> None:
+        monkeypatch.setenv(NODE_SIZE, "two")
+        message = f"{NODE_SIZE}=two must be a number >= 1; unset it"
+        with pytest.raises(CompressionConfigError, match=message):
+            _config("--dp-compression", "int8")
+
+    def test_an_unknown_variable_is_refused_with_the_nearest_name(self, monkeypatch) -> None:
+        monkeypatch.setenv("MEGATRON_COMPRESSION_NODES", "2")
+        message = f"_NODES is unknown; did you mean {NODE_SIZE}"
+        with pytest.raises(CompressionConfigError, match=message):
+            _config("--dp-compression", "int8")
 
 
-@pytest.mark.parametrize(
+FLAGS = pytest.mark.parametrize(
     "flags",
     ["--compression taco-paper", "--pp-compression pipeline-6bit", "--compression auto --taco"],
 )
-def test_resolve_is_pure(flags: str) -> None:
-    """Nothing is written into Megatron's arguments; twice is the same; the result is plain values."""
+
+
+@FLAGS
+def test_resolve_writes_nothing_into_megatrons_arguments(flags: str) -> None:
     args = parsed(*flags.split(), use_distributed_optimizer=True)
     before = copy.deepcopy(vars(args))
-    config = resolve(args)
+    resolve(args)
     assert vars(args) == before
-    assert resolve(args) == config
+
+
+@FLAGS
+def test_the_same_arguments_resolve_to_the_same_config(flags: str) -> None:
+    args = parsed(*flags.split(), use_distributed_optimizer=True)
+    assert resolve(args) == resolve(args)
+
+
+@FLAGS
+def test_a_config_is_plain_values(flags: str) -> None:
+    """It goes through JSON unchanged, as into reports and checkpoints."""
+    config = _config(*flags.split(), use_distributed_optimizer=True)
     assert json.loads(json.dumps(config.asdict())) == config.asdict()
 
 
-def test_off_by_default() -> None:
-    """Without our flags nothing is compressed, and nothing is said."""
-    config = _config()
-    assert not config.enabled and config.report is None and not config.caat_net.enabled
-    assert all(rule.codec is None for rule in config.rules().values())
-    assert config.describe(parsed()) == []
+class TestWithoutFlags:
+    def test_nothing_is_compressed(self) -> None:
+        config = _config()
+        assert not config.enabled
+        assert not config.caat_net.enabled
+        assert config.report is None
+        assert all(rule.codec is None for rule in config.rules().values())
+
+    def test_nothing_is_logged(self) -> None:
+        assert _config().describe(parsed()) == []
 
 
-def test_a_resumed_run_says_what_it_does_otherwise() -> None:
-    """What decides results and differs; transports, reports and overlap do not."""
-    saved = _config(
-        "--tp-compression", "tensor-6bit", "--tp-compression-overlap", "halves"
-    ).asdict()
-    now = _config(
-        "--taco", "--tp-compression-layers", "0", "--compression-transport", "collective"
-    ).asdict()
-    assert changed_settings(saved, now) == [
-        "--tp-compression int6:outliers=on -> taco",
-        "--tp-compression-layers all -> 0",
-    ]
-    assert changed_settings(now, now) == changed_settings({}, now) == []
+class TestChangedSettings:
+    """What a resumed run logs: settings that decide results and differ from the saved ones."""
+
+    def test_settings_that_decide_results_are_named(self) -> None:
+        """Transports, reports and overlap leave results alone."""
+        saved = _config("--tp-compression", "tensor-6bit", "--tp-compression-overlap", "halves")
+        flags = "--taco --tp-compression-layers 0 --compression-transport collective"
+        resumed = _config(*flags.split())
+        assert changed_settings(saved.asdict(), resumed.asdict()) == [
+            "--tp-compression int6:outliers=on -> taco",
+            "--tp-compression-layers all -> 0",
+        ]
+
+    def test_the_same_settings_are_no_change(self) -> None:
+        settings = _config("--taco").asdict()
+        assert changed_settings(settings, settings) == []
+
+    def test_a_checkpoint_without_settings_is_no_change(self) -> None:
+        assert changed_settings({}, _config("--taco").asdict()) == []
+
+
+NO_LAYERS = [
+    ({"layers": text}, "TensorParallelConfig.layers", "is not a layer; give")
+    for text in ("", "a", "4-2", "1,,2", "0x1", "99999", "all,1")
+]
 
 
 @pytest.mark.parametrize(
-    ("settings", "flag", "fix"),
+    ("settings", "argument", "fix"),
     [
         (
             {"compression": "int6/int8/int8:group=64"},
@@ -209,10 +276,7 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
             "layers given",
             "add TensorParallelConfig.compression",
         ),
-        *(
-            ({"layers": text}, "TensorParallelConfig.layers", "is not a layer; give")
-            for text in ("", "a", "4-2", "1,,2", "0x1", "99999", "all,1")
-        ),
+        *NO_LAYERS,
         (
             {"compression": "int6;fc3=int5"},
             "'fc3=int5' must be SITE=SPEC, @LAYERS=SPEC",
@@ -227,15 +291,17 @@ def test_a_resumed_run_says_what_it_does_otherwise() -> None:
         ),
     ],
 )
-def test_impossible_settings_name_argument_and_fix(settings, flag, fix) -> None:
-    """One line with the argument of a loop of one's own, and what to do; flags are named by ``resolve``."""
+def test_impossible_settings_name_argument_and_fix(settings, argument, fix) -> None:
+    """A config that is made in an own loop names its field; ``resolve`` names the flag."""
     with pytest.raises(CompressionConfigError) as error:
         TensorParallelConfig(**{"compression": "taco", **settings})
     message = str(error.value)
-    assert flag in message and fix in message and "\n" not in message
+    assert argument in message
+    assert fix in message
+    assert "\n" not in message
 
 
-@pytest.mark.parametrize(
+TRAFFIC_OF_OTHERS = pytest.mark.parametrize(
     ("megatron", "fix"),
     [
         ({"transformer_impl": "inference_optimized"}, "use transformer_engine or local"),
@@ -255,59 +321,115 @@ def test_impossible_settings_name_argument_and_fix(settings, flag, fix) -> None:
         ({"num_layers": 2}, "with --num-layers 2 layers are 0 to 1"),
     ],
 )
+"""Arguments of Megatron under which messages would not be compressed, and a part of the error."""
+
+
+@TRAFFIC_OF_OTHERS
 def test_traffic_that_would_stay_uncompressed_is_refused(megatron, fix) -> None:
-    """--taco is refused, never silently ignored; without --taco the same flags pass."""
     with pytest.raises(CompressionConfigError, match=fix):
         _config("--taco", "--tp-compression-layers", "0,2", **megatron)
+
+
+@TRAFFIC_OF_OTHERS
+def test_without_compression_the_same_arguments_are_accepted(megatron, fix) -> None:
     _config(**megatron)
 
 
-def test_what_the_ledger_does_not_see_is_said() -> None:
-    """Without --taco the same flags run; the log says what is missing from the bytes."""
-    args = parsed(distribute_saved_activations=True)
-    config = resolve(args)
-    (saved,) = config.describe(args)
-    assert saved.startswith("--distribute-saved-activations gathers the input")
-    args.tensor_model_parallel_size = 1
-    assert config.describe(args) == []
+class TestUncountedTraffic:
+    """Saved activations are distributed by Megatron; the ledger does not see their gathers."""
+
+    def test_the_log_says_what_is_missing_from_the_bytes(self) -> None:
+        args = parsed(distribute_saved_activations=True)
+        (line,) = resolve(args).describe(args)
+        assert line.startswith("--distribute-saved-activations gathers the input")
+
+    def test_one_rank_gathers_nothing(self) -> None:
+        args = parsed(distribute_saved_activations=True, tensor_model_parallel_size=1)
+        assert resolve(args).describe(args) == []
 
 
-def test_dimensions_without_ranks_are_said() -> None:
-    """Not an error, and never silent: compression that has nothing to do on one rank, or without training."""
-    evaluates = parsed("--dp-compression", "int8", data_parallel_size=2, skip_train=True)
-    assert "--skip-train sends no gradients" in resolve(evaluates).describe(evaluates)[-1]
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    flags = ("--tp-compression", "--pp-compression", "--cp-compression", "--dp-compression")
-    idle = parsed("--taco", tensor_model_parallel_size=1)
-    assert re.search("^--taco has no effect .* or drop --taco$", resolve(idle).describe(idle)[0])
-    for flag, size in zip(flags, (*sizes, "data_parallel_size"), strict=True):
-        for ranks in (1, 2):
-            args = parsed(flag, "int8", **{size: ranks})
-            (line,) = resolve(args).describe(args)
-            assert line.startswith(f"{flag} has no effect here") == (ranks == 1)
+SIZES = pytest.mark.parametrize(
+    ("flag", "size"),
+    [
+        ("--tp-compression", "tensor_model_parallel_size"),
+        ("--pp-compression", "pipeline_model_parallel_size"),
+        ("--cp-compression", "context_parallel_size"),
+        ("--dp-compression", "data_parallel_size"),
+    ],
+)
 
 
-def test_fp8_in_software_is_said(monkeypatch) -> None:
-    """Of the GPUs before sm_89, where int8 sends as many bytes; by sites and hops, too."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
-    for gpu, capability in ((False, (8, 0)), (True, (8, 9)), (True, (8, 0))):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        said = []
-        for flags in ("--taco", "--tp-compression int6;fc2=int5/taco", "--dp-compression tagc"):
-            rules = _config(*flags.split()).rules().values()
-            said.append(fp8_in_software(codec for rule in rules for codec in rule.codecs))
-        if (gpu, capability) == (True, (8, 0)):
-            assert all(
-                line.startswith("taco: A100 converts to fp8 in software") for line in said[:2]
-            )
-            assert said[2:] == [None]
-        else:
-            assert said == [None] * 3
+class TestNoEffect:
+    """Compression with nothing to do is no error, and never silent."""
+
+    @SIZES
+    def test_a_flag_of_a_dimension_with_one_rank(self, flag: str, size: str) -> None:
+        args = parsed(flag, "int8", **{size: 1})
+        (line,) = resolve(args).describe(args)
+        assert line.startswith(f"{flag} has no effect here")
+
+    @SIZES
+    def test_a_flag_of_a_dimension_with_two_ranks_has_an_effect(self, flag, size) -> None:
+        args = parsed(flag, "int8", **{size: 2})
+        (line,) = resolve(args).describe(args)
+        assert not line.startswith(f"{flag} has no effect here")
+
+    def test_taco_is_named_as_it_was_typed(self) -> None:
+        args = parsed("--taco", tensor_model_parallel_size=1)
+        line = resolve(args).describe(args)[0]
+        assert re.search("^--taco has no effect .* or drop --taco$", line)
+
+    def test_without_training_there_are_no_gradients(self) -> None:
+        args = parsed("--dp-compression", "int8", data_parallel_size=2, skip_train=True)
+        assert "--skip-train sends no gradients" in resolve(args).describe(args)[-1]
+
+
+class TestFp8InSoftware:
+    """GPUs before sm_89 convert to fp8 in software; there int8 sends as many bytes faster."""
+
+    @staticmethod
+    def line(flags: str) -> str | None:
+        """Return the line of the log about the codecs of flags."""
+        rules = _config(*flags.split()).rules().values()
+        return fp8_in_software(codec for rule in rules for codec in rule.codecs)
+
+    @pytest.fixture
+    def gpu(self, monkeypatch):
+        """A function that puts a GPU of a compute capability in place; None: there is none."""
+
+        def gpu(capability: tuple[int, int] | None) -> None:
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+        return gpu
+
+    @pytest.mark.parametrize("flags", ["--taco", "--tp-compression int6;fc2=int5/taco"])
+    def test_an_older_gpu_is_named(self, gpu, flags: str) -> None:
+        """A codec of a single site, or of the second hop, counts as well."""
+        gpu((8, 0))
+        assert self.line(flags).startswith("taco: A100 converts to fp8 in software")
+
+    def test_a_codec_without_fp8_is_silent(self, gpu) -> None:
+        gpu((8, 0))
+        assert self.line("--dp-compression tagc") is None
+
+    @pytest.mark.parametrize("capability", [None, (8, 9)], ids=["no GPU", "sm_89"])
+    @pytest.mark.parametrize(
+        "flags", ["--taco", "--tp-compression int6;fc2=int5/taco", "--dp-compression tagc"]
+    )
+    def test_without_an_older_gpu_nothing_is_logged(self, gpu, flags: str, capability) -> None:
+        gpu(capability)
+        assert self.line(flags) is None
 
 
 CONTEXT = dict(context_parallel_size=2)
 UNUSED = "given, but nothing uses it; add --tp-compression"
+EMPTY_CODECS = [
+    (f"--{dimension}-compression ''", {}, f"--{dimension}-compression.* is unknown")
+    for dimension in DIMENSIONS
+]
+"""``"$CODEC"`` of a script that has not set CODEC."""
 
 
 @pytest.mark.parametrize(
@@ -328,11 +450,7 @@ UNUSED = "given, but nothing uses it; add --tp-compression"
             {},
             "--tp-compression-layers given, .*; add --tp-compression, or drop it$",
         ),
-        # "$CODEC" of a script that has not set CODEC
-        *(
-            (f"--{one}-compression ''", {}, f"--{one}-compression.* is unknown")
-            for one in DIMENSIONS
-        ),
+        *EMPTY_CODECS,
         (
             "--tp-compression int9",
             {},
@@ -382,17 +500,17 @@ UNUSED = "given, but nothing uses it; add --tp-compression"
         ("--cp-compression int8", CONTEXT | ENGINE, "needs --transformer-impl local"),
     ],
 )
-def test_on_the_command_line_flags_are_named(flags: str, megatron: dict, line: str) -> None:
-    """In one line."""
-    with pytest.raises(CompressionConfigError, match=line) as refusal:
+def test_a_refusal_names_the_flag_in_one_line(flags: str, megatron: dict, line: str) -> None:
+    with pytest.raises(CompressionConfigError, match=line) as error:
         _config(*shlex.split(flags), **megatron)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(error.value)
 
 
-def test_context_compression() -> None:
-    """A bound of these sites, without tensor parallelism; on one rank nothing is exchanged, whatever the
-    layers."""
-    assert (
-        _config("--cp-compression", "int8", "--compression-error-bound", "0.05").error_bound == 0.05
-    )
+def test_an_error_bound_serves_context_parallelism_alone() -> None:
+    config = _config("--cp-compression", "int8", "--compression-error-bound", "0.05")
+    assert config.error_bound == 0.05
+
+
+def test_one_rank_accepts_context_compression_with_any_layers() -> None:
+    """Nothing is exchanged there, so Transformer Engine's layers do no harm."""
     assert _config("--cp-compression", "int8", **ENGINE).context_parallel.enabled

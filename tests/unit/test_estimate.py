@@ -18,7 +18,9 @@ from megatron.compression.auto.messages import MessageKind
 from megatron.compression.patches import symbols
 
 BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16
-    --max-position-embeddings 2048 --micro-batch-size 4 --vocab-size 32000 --transformer-impl local"""
+    --max-position-embeddings 2048 --micro-batch-size 4 --vocab-size 32000
+    --transformer-impl local"""
+"""Megatron's flags of the model that most of docs/choosing.md was measured with."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,14 @@ def environment(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
-def made(gpus: int, link: str, flags: str) -> Estimate:
+def estimate_of(gpus: int, link: str, flags: str) -> Estimate:
+    """Return the estimate of a cluster of nodes of 8 GPUs with Ethernet in between.
+
+    Args:
+        gpus: how many there are.
+        link: name of the link inside of a node.
+        flags: Megatron's, after ``BASE``.
+    """
     cluster = Cluster(8, SPEEDS[link], SPEEDS["ethernet"])
     return Estimate(parse_megatron([*BASE.split(), *flags.split()], gpus), cluster, 720e12)
 
@@ -50,8 +59,8 @@ def made(gpus: int, link: str, flags: str) -> Estimate:
     ],
 )
 def test_speed_ups_are_near_what_was_measured(gpus, link, flags, recipe, measured):
-    """docs/choosing.md's table, of the model that most of it was measured with: within a sixth."""
-    estimate = made(gpus, link, flags)
+    """They are within a sixth of the table in docs/choosing.md."""
+    estimate = estimate_of(gpus, link, flags)
     rows = estimate.rows(0.1, named=True)
     seconds = next(row.seconds for row in rows if row.name.endswith(recipe))
     assert estimate.uncompressed_seconds / seconds == pytest.approx(measured, rel=1 / 6)
@@ -60,7 +69,7 @@ def test_speed_ups_are_near_what_was_measured(gpus, link, flags, recipe, measure
 @pytest.fixture(scope="module")
 def tensor_parallel_estimate():
     """Four GPUs in tensor-parallel pairs over PCIe."""
-    return made(4, "pcie", "--tensor-model-parallel-size 2 --global-batch-size 16")
+    return estimate_of(4, "pcie", "--tensor-model-parallel-size 2 --global-batch-size 16")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +84,8 @@ EIGHT_BITS = "--tp-compression tensor-8bit"
 
 def test_fewer_bits_are_faster_and_cost_more_loss(rows):
     assert rows[SIX_BITS].seconds < rows[EIGHT_BITS].seconds < rows["uncompressed"].seconds
-    assert (rows[SIX_BITS].loss, rows[EIGHT_BITS].loss) == (0.067, 0.006)
+    assert rows[SIX_BITS].loss == 0.067
+    assert rows[EIGHT_BITS].loss == 0.006
 
 
 def test_a_host_launches_more_where_messages_are_compressed(rows):
@@ -100,13 +110,25 @@ HOST_BOUND = """--num-layers 24 --hidden-size 256 --num-attention-heads 4 --seq-
 """A small model: kernels are shorter than the host needs to launch them."""
 
 
-def test_a_host_that_launches_too_slowly_decides(capsys):
-    """Its time is that of the iteration, speed-ups are of it, and the way out is named."""
-    estimate = made(2, "pcie", HOST_BOUND)
-    uncompressed, *compressed = estimate.rows(0.1)
-    assert uncompressed.seconds == uncompressed.host_seconds > uncompressed.gpu_seconds
-    assert all(row.seconds >= uncompressed.seconds for row in compressed), "no row promises a gain"
+@pytest.fixture(scope="module")
+def host_bound_rows():
+    return estimate_of(2, "pcie", HOST_BOUND).rows(0.1)
+
+
+def test_an_iteration_takes_as_long_as_a_host_that_launches_too_slowly(host_bound_rows):
+    uncompressed = host_bound_rows[0]
+    assert uncompressed.seconds == uncompressed.host_seconds
+    assert uncompressed.host_seconds > uncompressed.gpu_seconds
+
+
+def test_where_the_host_decides_no_codec_promises_a_gain(host_bound_rows):
+    uncompressed, *compressed = host_bound_rows
+    for row in compressed:
+        assert row.seconds >= uncompressed.seconds, row.name
     assert compressed[-1].name == "within 0.1 %: nothing"
+
+
+def test_the_table_says_that_the_host_decides(capsys):
     words = ["--gpus", "2", "--intra", "pcie", "--", *BASE.split(), *HOST_BOUND.split()]
     assert main(words) == 0
     assert "The host decides here" in capsys.readouterr().out
@@ -114,79 +136,98 @@ def test_a_host_that_launches_too_slowly_decides(capsys):
 
 def test_with_graphs_of_whole_iterations_the_host_does_not_decide():
     flags = f"{HOST_BOUND} --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
-    uncompressed, *_ = made(2, "pcie", flags).rows(0.1)
-    assert uncompressed.host_seconds == 0 and uncompressed.seconds == uncompressed.gpu_seconds
+    uncompressed, *_ = estimate_of(2, "pcie", flags).rows(0.1)
+    assert uncompressed.host_seconds == 0
+    assert uncompressed.seconds == uncompressed.gpu_seconds
 
 
 def test_a_qwen_model_is_estimated_by_its_name(capsys):
-    words = "--gpus 2 --intra pcie -- --qwen-model 2.5-0.5b --tensor-model-parallel-size 2"
-    more = "--micro-batch-size 4 --global-batch-size 4 --seq-length 512 --bf16"
-    layers = "--transformer-impl local"
-    assert main([*words.split(), *more.split(), *layers.split()]) == 0
+    words = """--gpus 2 --intra pcie --
+        --qwen-model 2.5-0.5b --tensor-model-parallel-size 2 --transformer-impl local
+        --micro-batch-size 4 --global-batch-size 4 --seq-length 512 --bf16"""
+    assert main(words.split()) == 0
     assert "| uncompressed " in capsys.readouterr().out
 
 
-def test_groups_lie_on_nodes_as_megatron_numbers_ranks():
-    """Of 64 GPUs in nodes of 8 at TP 4, CP 2, PP 2: DP 4 with CP 2 has two ranks a node."""
-    layout = (
-        "--tensor-model-parallel-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2"
-    )
-    args = made(64, "nvlink", f"{layout} --global-batch-size 64").args
+@pytest.mark.parametrize(
+    ("dimension", "operation", "ranks", "ranks_of_a_node"),
+    [
+        ("tensor_parallel", "all_reduce", 4, 4),
+        ("context_parallel", "all_reduce", 2, 2),
+        ("data_parallel", "gradients", 8, 2),  # DP 4 x CP 2
+        ("pipeline_parallel", "exchange", 2, 1),
+    ],
+)
+def test_groups_lie_on_nodes_as_megatron_numbers_ranks(
+    dimension, operation, ranks, ranks_of_a_node
+):
+    """64 GPUs in nodes of 8 at TP 4, CP 2, PP 2: TP x CP fill a node, so stages lie apart."""
+    flags = """--tensor-model-parallel-size 4 --context-parallel-size 2
+        --pipeline-model-parallel-size 2 --global-batch-size 64"""
+    args = estimate_of(64, "nvlink", flags).args
     cluster = Cluster(8, SPEEDS["nvlink"], SPEEDS["ethernet"])
-
-    def group(dimension: str, operation: str = "all_reduce") -> tuple[int, int]:
-        found = Group.of(
-            MessageKind(dimension, "", operation, (4,), torch.float32, 1), args, cluster
-        )
-        return found.ranks, found.local
-
-    assert group("tensor_parallel") == (4, 4) and group("context_parallel") == (2, 2)
-    assert group("data_parallel", "gradients") == (8, 2) and group(
-        "pipeline_parallel", "exchange"
-    ) == (2, 1)
+    message = MessageKind(dimension, "", operation, (4,), torch.float32, 1)
+    group = Group.of(message, args, cluster)
+    assert group.ranks == ranks
+    assert group.local == ranks_of_a_node
 
 
-def test_table_and_picture(tmp_path: Path, capsys):
-    """For up to 16,384 GPUs; with the flags as given."""
+LARGE_CLUSTER = [
+    "--gpus",
+    "4096",
+    "--inter",
+    "12.5:20",
+    "--",
+    *BASE.split(),
+    *"--tensor-model-parallel-size 4 --global-batch-size 4096 --tp-compression int4".split(),
+]
+
+
+def test_the_table_has_a_row_of_the_flags_as_given(capsys):
+    assert main(LARGE_CLUSTER) == 0
+    table = capsys.readouterr().out
+    assert table.startswith("| predicted ")
+    assert "| the flags as given " in table
+
+
+def test_the_picture_names_the_links(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    layout = "--tensor-model-parallel-size 4 --global-batch-size 4096 --tp-compression int4"
-    words = [
-        "--gpus",
-        "4096",
-        "--inter",
-        "12.5:20",
-        "--plot",
-        str(tmp_path / "p.svg"),
-        "--",
-        *BASE.split(),
-    ]
-    assert main([*words, *layout.split()]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("| predicted ") and "| the flags as given " in printed
-    picture = (tmp_path / "p.svg").read_text()
-    assert "predicted" in picture and "nvlink in a node, 12.5:20 between nodes" in picture
+    picture = tmp_path / "p.svg"
+    assert main(["--plot", str(picture), *LARGE_CLUSTER]) == 0
+    text = picture.read_text()
+    assert "predicted" in text
+    assert "nvlink in a node, 12.5:20 between nodes" in text
+
+
+WITHOUT_VOCABULARY = BASE.replace("--vocab-size 32000", "")
+WITHOUT_MICRO_BATCH = BASE.replace("--micro-batch-size 4", "")
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("options", "megatron", "line"),
     [
-        ("--gpus 0", "--gpus 0 must be above 0"),
+        ("--gpus 0", BASE, "--gpus 0 must be above 0"),
         (
             "--inter fast",
+            BASE,
             "--inter fast: give one of nvlink, pcie, ethernet, or GB/s and microseconds",
         ),
-        ("--intra 0:3", "--intra 0:3: give one of"),
-        ("--gpus 3 -- --tensor-model-parallel-size 2", "Megatron refuses these flags on 3 GPUs: "),
-        ("-- --vocab-size 0", "--vocab-size is missing"),
-        ("-- --tp-compression int7", "codec 'int7' is unknown"),
-        ("-- --no-such-flag", "--no-such-flag"),
-        ("-- --micro-batch-size 4", "GPUs: --micro-batch-size is missing: give it"),
-        ("--plot /nowhere/at/all.png", "No such file or directory: '/nowhere/at/all.png'"),
+        ("--intra 0:3", BASE, "--intra 0:3: give one of"),
+        (
+            "--gpus 3",
+            f"{BASE} --tensor-model-parallel-size 2",
+            "Megatron refuses these flags on 3 GPUs: ",
+        ),
+        ("", f"{BASE} --vocab-size 0", "--vocab-size is missing"),
+        ("", WITHOUT_VOCABULARY, "--vocab-size is missing"),
+        ("", f"{BASE} --tp-compression int7", "codec 'int7' is unknown"),
+        ("", f"{BASE} --no-such-flag", "--no-such-flag"),
+        ("", WITHOUT_MICRO_BATCH, "GPUs: --micro-batch-size is missing: give it"),
+        ("--plot /nowhere/at/all.png", BASE, "No such file or directory: '/nowhere/at/all.png'"),
     ],
 )
-def test_bad_input_is_one_line(words: str, line: str, capsys):
-    options, _, flags = words.partition("--" if words.startswith("-- ") else " -- ")
-    given = BASE.replace(flags, "") if flags in BASE else f"{BASE} {flags}"
-    assert main([*options.split(), "--", *given.split()]) == 2
-    said = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error: ")]
-    assert len(said) == 1 and line in said[0]
+def test_bad_input_is_one_line(options: str, megatron: str, line: str, capsys):
+    assert main([*options.split(), "--", *megatron.split()]) == 2
+    output = capsys.readouterr().err.splitlines()
+    (error,) = [text for text in output if text.startswith("error: ")]
+    assert line in error

@@ -11,70 +11,79 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 COMPRESSION = "megatron.compression"
-DIMENSIONS = tuple(
-    f"{COMPRESSION}.{name}"
-    for name in (
-        *(
-            "tensor_parallel",
-            "data_parallel",
-            "pipeline_parallel",
-            "expert_parallel",
-            "context_parallel",
-        ),
-        *("caat_net", "tagc", "torch_native", "transformer_engine", "fsdp2"),
-    )
+DIMENSIONS = (
+    f"{COMPRESSION}.tensor_parallel",
+    f"{COMPRESSION}.data_parallel",
+    f"{COMPRESSION}.pipeline_parallel",
+    f"{COMPRESSION}.expert_parallel",
+    f"{COMPRESSION}.context_parallel",
+    f"{COMPRESSION}.caat_net",
+    f"{COMPRESSION}.tagc",
+    f"{COMPRESSION}.torch_native",
+    f"{COMPRESSION}.transformer_engine",
+    f"{COMPRESSION}.fsdp2",
 )
-ABOVE = tuple(
-    f"{COMPRESSION}.{name}" for name in ("session", "frontends", "bridge", "flags", "auto")
+ABOVE = (
+    f"{COMPRESSION}.session",
+    f"{COMPRESSION}.frontends",
+    f"{COMPRESSION}.bridge",
+    f"{COMPRESSION}.flags",
+    f"{COMPRESSION}.auto",
 )
+"""Modules and folders that put dimensions together, so no dimension imports them."""
 
 
 def _modules() -> dict[str, ast.Module]:
-    """Ours by dotted name, parsed."""
-    found = {}
+    """Return this project's modules, parsed, by dotted name."""
+    modules = {}
     for folder in ("megatron", "taco_kernels"):
         for path in (REPO / folder).rglob("*.py"):
             parts = path.relative_to(REPO).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = ast.parse(path.read_text())
-    return found
+            if parts[-1] == "__init__":
+                parts = parts[:-1]
+            modules[".".join(parts)] = ast.parse(path.read_text())
+    return modules
 
 
 MODULES = _modules()
 
 
-def _statements(tree: ast.AST, at_import: bool) -> Iterator[ast.AST]:
-    """All nodes; or without functions' bodies and what only type checkers read: what an import runs."""
+def _nodes(tree: ast.AST, at_import: bool) -> Iterator[ast.AST]:
+    """Yield all nodes of a module, or only those that run when it is imported.
+
+    Bodies of functions do not, nor does what only type checkers read.
+    """
     for node in ast.iter_child_nodes(tree):
         if at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         if at_import and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield node
-        yield from _statements(node, at_import)
+        yield from _nodes(node, at_import)
 
 
 def imports_of(name: str, at_import: bool = False) -> set[str]:
-    """The modules of this project that a module imports; by default also inside functions."""
-    found = set()
-    for node in _statements(MODULES[name], at_import):
+    """Return the modules of this project that a module imports; by default also in functions."""
+    imported = set()
+    for node in _nodes(MODULES[name], at_import):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in MODULES else str(node.module))
-    return (found & MODULES.keys()) - {name}
+                imported.add(inner if inner in MODULES else str(node.module))
+    return (imported & MODULES.keys()) - {name}
 
 
 def _group(name: str) -> str:
-    """The folder of a module below ``megatron.compression``, or the module if it is in none."""
+    """Return the folder of a module in ``megatron.compression``, or the module if it has none."""
     depth = 3 if name.startswith(f"{COMPRESSION}.") else 2
     return ".".join(name.split(".")[:depth])
 
 
 def _assert_no_circle(graph: dict[str, set[str]]) -> None:
+    """Fail with the names along a circle of a graph: of each node, those that it imports."""
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -88,59 +97,63 @@ def _assert_no_circle(graph: dict[str, set[str]]) -> None:
         visit(name, ())
 
 
-def _under(name: str, places: tuple[str, ...]) -> bool:
-    return any(name == place or name.startswith(f"{place}.") for place in places)
+def _is_in(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def test_no_circle() -> None:
-    """Of what runs when a module is imported. A package's own modules come before it."""
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """It counts what runs when a module is imported."""
     _assert_no_circle({name: imports_of(name, at_import=True) for name in MODULES})
 
 
-def test_no_circle_of_folders() -> None:
-    """Each folder is a floor of its own: what it imports imports nothing of it, by whatever way."""
+def test_folders_do_not_import_each_other_in_a_circle() -> None:
+    """A folder that another one imports imports nothing of it, not even by way of a third."""
     graph: dict[str, set[str]] = {_group(name): set() for name in MODULES}
     for name in MODULES:
-        imported = {_group(one) for one in imports_of(name, at_import=True)}
+        imported = {_group(module) for module in imports_of(name, at_import=True)}
         graph[_group(name)] |= imported - {_group(name), COMPRESSION}
     _assert_no_circle(graph)
 
 
 @pytest.mark.parametrize(
-    ("who", "not_this"),
+    ("lower", "upper"),
     [
         (("taco_kernels",), ("megatron",)),
         ((f"{COMPRESSION}.codecs",), (f"{COMPRESSION}.communication", *DIMENSIONS, *ABOVE)),
         ((f"{COMPRESSION}.communication",), (f"{COMPRESSION}.dimension", *DIMENSIONS, *ABOVE)),
         ((*DIMENSIONS, f"{COMPRESSION}.dimension"), ABOVE),
     ],
-    ids=lambda places: places[0].rpartition(".")[2],
+    ids=lambda packages: packages[0].rpartition(".")[2],
 )
-def test_dependencies_point_downwards(who: tuple[str, ...], not_this: tuple[str, ...]) -> None:
-    """Also inside functions."""
-    members = [name for name in MODULES if _under(name, who)]
+def test_dependencies_point_downwards(lower: tuple[str, ...], upper: tuple[str, ...]) -> None:
+    """A lower module imports no upper one, not even inside a function."""
+    members = [name for name in MODULES if _is_in(name, lower)]
     assert members
-    found = {
-        name: sorted(one for one in imports_of(name) if _under(one, not_this)) for name in members
-    }
-    assert {name: upwards for name, upwards in found.items() if upwards} == {}
+    upwards = {}
+    for name in members:
+        imported = sorted(module for module in imports_of(name) if _is_in(module, upper))
+        if imported:
+            upwards[name] = imported
+    assert upwards == {}
 
 
 def test_names_of_classes_are_unique() -> None:
-    """But for those that start with an underscore, which stay in their module."""
-    names = Counter(
-        node.name
-        for tree in MODULES.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
+    """Names that start with an underscore do not count: they stay in their module."""
+    names = Counter()
+    for tree in MODULES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                names[node.name] += 1
     assert {name: count for name, count in names.items() if count > 1} == {}
 
 
 IMPORTING = """
-import atexit, importlib, sys
+import atexit
+import importlib
+import sys
 
-registered, put = [], []
+registered = []
+put = []
 register = atexit.register
 
 
@@ -155,18 +168,22 @@ from megatron.compression.patches import symbols
 symbols.put = lambda owner, name, value, reason: put.append(name)
 for module in sys.argv[1:]:
     importlib.import_module(module)
-ours = [name for name in registered if name.startswith(("megatron.compression", "megatron.host", "taco_"))]
-print(ours, [name for _, name in symbols._replacements], put)
+prefixes = ("megatron.compression", "megatron.host", "taco_")
+print([name for name in registered if name.startswith(prefixes)])
+print([name for _, name in symbols._replacements])
+print(put)
 """
-"""Imports the modules that it is given, and prints what they have registered, replaced and put somewhere."""
+"""Imports the modules of its arguments; prints what they registered, replaced and put somewhere."""
 
 
 @pytest.mark.slow
 def test_nothing_happens_at_import() -> None:
-    """No function of another package is replaced, and nothing is registered for the end of the process."""
+    """No function of another package is replaced, nothing is registered for the process's end."""
     modules = [name for name in MODULES if not name.endswith("__main__")]
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTING, *modules], capture_output=True, text=True, cwd=REPO
-    )
+    command = [sys.executable, "-c", IMPORTING, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[] [] []"
+    registered, replaced, put = done.stdout.splitlines()[-3:]
+    assert registered == "[]"
+    assert replaced == "[]"
+    assert put == "[]"
