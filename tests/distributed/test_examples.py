@@ -191,6 +191,13 @@ def test_a_tiny_model_fits_a_laptop(validated, script):
         assert (tiny["tp"], tiny["ep"]) == (2, 1)
 
 
+@pytest.mark.parametrize("script", [script for script in FULL_SIZE if script != QWEN])
+def test_scripts_compress_nothing_by_themselves(tmp_path, script):
+    """Over NVLink compression seldom gains; Qwen's script is for boxes of PCIe GPUs."""
+    words = command_line(tmp_path, script, MOCK="1")
+    assert not [word for word in words if "compression" in word or word == "--taco"]
+
+
 def test_graphs_add_what_a_capture_needs(tmp_path):
     eager = command_line(tmp_path, GPT3, MOCK="1")
     captured = command_line(tmp_path, GPT3, MOCK="1", GRAPHS="1")

@@ -36,10 +36,12 @@ OTHERS = set(
     --strict --site-dir --shm-size --pid --prefix
     --tensor-parallel --data-parallel --pipeline-parallel
     --kitchen-config-file --kitchen-recipe-number
+    --output-logit-dtype --gtp-weight-remat-size
     """.split()
 )
 """Flags of other programs, by line: launchers; scripts of ours in bash; mkdocs, docker, py-spy,
-torchfrtrace; flags that scripts make by dimension; Megatron's where nvidia-kitchen is installed."""
+torchfrtrace; flags that scripts make by dimension; Megatron's where nvidia-kitchen is installed; those
+of a Megatron that is not released."""
 SPEC_FLAG = re.compile(
     r"""--(tp|pp|dp|ep|cp)-compression[ =]["']?([^\s`,;:()|"']+(?::[^\s`;()|"']+)?)"""
 )
@@ -313,6 +315,35 @@ def test_tables_of_numbers_have_one_a_cell(name):
 def test_pages_give_one_advice_on_the_codec(name):
     text = re.sub(r"\s+", " ", (REPO / name).read_text())
     assert ADVICE in text
+
+
+REDUCE = {
+    "nodes of several GPUs each": "sdp4bit",
+    "nodes of one GPU each": "sdp4bit:intra=4",
+    "one node": "int8",
+}
+"""By machines: the codec of FSDP2's gradients."""
+
+
+@pytest.mark.parametrize("name", ["docs/fsdp2.md", "docs/choosing.md"])
+def test_pages_give_one_rule_for_the_gradients_of_fsdp2(name):
+    [table] = [
+        table for table in tables(REPO / name) if {"your machines", "`reduce=`"} == {*table[0]}
+    ]
+    rule = {}
+    for row in table:
+        codec = re.search(r"`\"?([\w:=]+)\"?`", row["`reduce=`"])
+        assert codec is not None, row
+        rule[row["your machines"]] = codec[1]
+    assert rule == REDUCE
+
+
+def test_the_readme_gives_the_same_rule():
+    text = (REPO / "README.md").read_text()
+    assert (
+        'Gradients: `reduce="sdp4bit"` where nodes have several GPUs, `"sdp4bit:intra=4"` where each '
+        'node has one, `"int8"` inside one node.'
+    ) in re.sub(r"\s+", " ", text)
 
 
 def test_no_page_of_advice_has_macros():
