@@ -99,6 +99,13 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
 
     audited("beside symmetric memory", beside_symmetric_memory)
 
+    def beside_host_memory() -> None:
+        """An all-to-all that c10d never saw: what the ledger has too much hides no other operation."""
+        ledger.record("tp.forward", "compressed", "all_to_all", 10 * SIZE, 0)
+        IMPORTED_ALL_GATHER(torch.empty(2 * VALUES), torch.ones(VALUES), group=tensor)
+
+    audited("beside host memory", beside_host_memory)
+
     def unequal() -> None:
         """One peer gets a row more than the other: c10d's count is half of the buffer a rank."""
         rows = torch.zeros(2 + data.rank(), SIZE, dtype=torch.uint8)
@@ -175,6 +182,7 @@ def test_nothing_is_named(scenario: str) -> None:
         "an operation twice": "data parallelism sent 131,072 bytes in the first iteration that "
         "the ledger",
         "beside symmetric memory": "tensor parallelism sent 131,072 bytes",
+        "beside host memory": "tensor parallelism sent 131,072 bytes",
         "on half of the ranks": "data parallelism sent 65,536 bytes",
         "shared": "data and expert parallelism sent 262,144 bytes",
         "lazy": "tensor parallelism sent 196,608 bytes",
