@@ -229,6 +229,23 @@ def test_decode_sum_is_the_sum_of_decodes(
     assert (difference <= 4e-6 * size).all()
 
 
+@pytest.mark.parametrize("group_size, scales", SUMMED)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_sum_of_two_has_the_bits_of_the_sum_of_decodes(
+    format: str, group_size: int, scales: str
+) -> None:
+    """Codes are exact in the inverse transform, sums of them are not: two senders pass it one by one."""
+    config = CodecConfig(format, group_size, scales)
+    senders = senders_of(group_size)[:2]
+    shape = senders.shape[1:]
+    wires = torch.cat([tk.encode(x, config) for x in senders])
+    first, second = (tk.decode(wire[None], config, shape, torch.float32) for wire in wires)
+
+    total = tk.decode_sum(wires, config, shape, torch.float32)
+
+    assert torch.equal(total, first + second)
+
+
 @pytest.mark.parametrize("same_format", [True, False])
 @pytest.mark.parametrize("group_size, scales", SUMMED)
 @pytest.mark.parametrize("format", FORMATS)
