@@ -1,4 +1,4 @@
-"""scripts/accuracy: the simulation without codecs is the plain model, settings, runs and their table."""
+"""scripts/accuracy: without codecs it is the plain model; settings, runs and their table."""
 
 import json
 from argparse import Namespace
@@ -31,8 +31,9 @@ CONFIG = ModelConfig(vocabulary=64, layers=2, hidden=128, heads=4, sequence=16, 
 
 
 def plain_forward(model: GPT, ids: Tensor, targets: Tensor) -> Tensor:
-    """The same model without tensor parallelism, on its own: what the simulation is tested against."""
-    config, dtype = model.config, model.config.dtype
+    """Return the losses of the model without tensor parallelism, written down once more."""
+    config = model.config
+    dtype = config.dtype
     x = (model.words[ids] + model.positions).to(dtype)
     for block in model.blocks:
         y = F.linear(block.norm1(x), block.qkv.to(dtype), block.qkv_bias.to(dtype))
@@ -97,7 +98,7 @@ def test_what_is_not_simulated_is_refused(name: str, message: str) -> None:
 
 
 def encoded(x: Tensor, codec) -> Tensor:
-    """What a receiver has of messages [number, *shape]."""
+    """Return what a receiver has of messages [number, *shape]."""
     return codec.decode(codec.encode(x), x.shape[1:], x.dtype)
 
 
@@ -133,7 +134,7 @@ def test_a_stage_sends_gradients_back(sent: Tensor) -> None:
 
 
 def test_each_rank_of_a_stage_sends_its_own_tokens(sent: Tensor) -> None:
-    """With sequence parallelism four ranks have four tokens each of a message."""
+    """Four ranks with sequence parallelism have four tokens each of a message."""
     exchange = Exchange(setting_of("none-sp+tah-quant-pp"))
     of_ranks = sent.view(2, 4, 4, 4, 128).permute(0, 2, 3, 1, 4).flatten(0, 1)
     expected = encoded(of_ranks, exchange.codecs["stage_forward"]).view(2, 4, 4, 4, 128)
@@ -197,7 +198,7 @@ def test_a_ranks_queries_see_decoded_keys_and_values(queries: Queries) -> None:
 
 
 def test_gradients_of_keys_and_values_are_encoded_by_rank(queries: Queries) -> None:
-    """Each rank's gradient, of the rows that it computes, is encoded before the sum."""
+    """A rank encodes its gradient, of the rows that it computes, before the sum."""
     layers.attach(Exchange(setting_of("int4,,int5-cp")))
     output = attend(queries.q, queries.k, queries.v, True)
     keys, values = torch.autograd.grad(output, (queries.k, queries.v), queries.grad)
@@ -260,7 +261,7 @@ def trained(tokens) -> dict[str, Trained]:
 
 @pytest.mark.parametrize("name", ["int8,,none-dp", "int8,,int8-dp", "none,,int4-dp"])
 def test_compressed_data_parallel_weights_stay_close(trained, name: str) -> None:
-    """As close to the uncompressed training's as bf16 rounds."""
+    """They are as close to the uncompressed training's as bf16 rounds."""
     exact = trained["none"].weights
     error = float((trained[name].weights - exact).norm() / exact.norm())
     assert 0 < error < 0.004
@@ -388,7 +389,8 @@ def test_a_folder_of_other_runs_is_refused(tmp_path: Path, flag: str) -> None:
 def test_a_qwen_is_hugging_faces(family, tmp_path):
     """Losses and gradients of the same weights, with and without sequence parallelism."""
     reference = make_hugging_face_model(family, tmp_path, torch.float32, vocabulary=104)
-    qwen, state = find_model(str(tmp_path)), reference.state_dict()
+    qwen = find_model(str(tmp_path))
+    state = reference.state_dict()
     config = ModelConfig(
         qwen.vocabulary, qwen.layers, qwen.hidden, qwen.heads, 16, torch.float32, qwen=qwen
     )

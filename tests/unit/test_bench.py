@@ -166,7 +166,10 @@ def test_a_flag_of_a_setting_may_have_its_value_behind_an_equals_sign() -> None:
 
 def test_every_tensor_parallel_message_is_compressed() -> None:
     assert _launch.parse_setting("int8").words("tensor") == [
-        *("--tp-compression", "int8", "--compression-min-mb", "0")
+        "--tp-compression",
+        "int8",
+        "--compression-min-mb",
+        "0",
     ]
 
 

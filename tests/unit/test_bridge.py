@@ -1,4 +1,4 @@
-"""Megatron-Bridge's container read as Megatron's arguments, and what is refused there, by its names."""
+"""Megatron-Bridge's container read as Megatron's arguments; refusals name its fields."""
 
 from types import SimpleNamespace
 
@@ -48,15 +48,16 @@ def container(model_config: bool = False, **changes) -> SimpleNamespace:
         part, _, field = name.partition("__")
         parts[part][field] = value
     cfg = SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
-    cfg.data_parallel_size, cfg.comm_overlap, hooks = 1, None, ([], [])
+    cfg.data_parallel_size = 1
+    cfg.comm_overlap = None
+    hooks = ([], [])
     if model_config:
         cfg.model = SimpleNamespace(
             transformer=cfg.model, pre_wrap_hooks=hooks[0], post_wrap_hooks=hooks[1]
         )
     else:
-        cfg.model.register_pre_wrap_hook, cfg.model.register_post_wrap_hook = (
-            one.append for one in hooks
-        )
+        cfg.model.register_pre_wrap_hook = hooks[0].append
+        cfg.model.register_post_wrap_hook = hooks[1].append
     cfg.hooks = hooks
     return cfg
 
@@ -85,7 +86,7 @@ def test_a_field_of_several_parts_is_set_where_one_sets_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "changes", "says"),
+    ("settings", "changes", "message"),
     [
         (dict(tp="int9"), {}, r"^tp: .*int9"),
         (dict(tp=("int8", "int9")), {}, r"^tp\[1\]"),
@@ -110,14 +111,16 @@ def test_a_field_of_several_parts_is_set_where_one_sets_it() -> None:
         (dict(tp="int8", start_iteration=10), {}, "^start_iteration 10 is not before the last"),
     ],
 )
-def test_what_is_refused_names_fields_and_arguments(given: dict, changes: dict, says: str) -> None:
+def test_what_is_refused_names_fields_and_arguments(
+    settings: dict, changes: dict, message: str
+) -> None:
     cfg = container(**changes)
-    with pytest.raises(CompressionConfigError, match=says):
-        bridge.check(cfg, bridge.attach(cfg, **given).config)
+    with pytest.raises(CompressionConfigError, match=message):
+        bridge.check(cfg, bridge.attach(cfg, **settings).config)
 
 
 def test_userbuffers_are_switched_off_before_they_are_made(capsys) -> None:
-    """In the model and in what ``pretrain`` sets the model's from; set later they are refused."""
+    """They are, in the model and where ``pretrain`` sets it from; set later they are refused."""
     cfg = container(model__tp_comm_overlap=True)
     cfg.comm_overlap = SimpleNamespace(tp_comm_overlap=True)
     config = bridge.attach(cfg, tp="int8").config
@@ -135,7 +138,7 @@ def test_another_container_is_refused_when_training_starts() -> None:
 
 
 def test_the_log_names_arguments_and_fields() -> None:
-    """What has no effect is said in the words of a script of Megatron-Bridge."""
+    """A setting without effect is named as a script of Megatron-Bridge has it."""
     cfg = container(model__tensor_model_parallel_size=1)
     config, settings, names = bridge.check(cfg, bridge.attach(cfg, tp="int8").config)
     (line,) = [line for line in config.describe(settings, names) if "no effect" in line]

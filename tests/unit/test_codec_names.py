@@ -1,4 +1,4 @@
-"""The grammar of codecs: names parse back, everything unknown is refused in one line, others may register."""
+"""The grammar of codecs: names parse back, unknown ones are one line, others may register."""
 
 import ast
 import dataclasses
@@ -106,11 +106,11 @@ def test_a_long_number_in_a_name_parses_back(registry: Registry) -> None:
 
 @pytest.mark.parametrize("name", CODECS.names())
 def test_every_registered_codec_has_its_name(name: str) -> None:
-    """Of the codec, of what it says of gradients, and of both hops of a collective."""
+    """Names of its gradients' codec and of both hops of a collective parse back, too."""
     codec = parse_codec(name)
     assert codec.name == name
-    for other in (codec.backward, *codec.hops):
-        assert parse_codec(other.name) == other
+    for part in (codec.backward, *codec.hops):
+        assert parse_codec(part.name) == part
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def _documented_fields(cls: type) -> set[str]:
 
 
 def test_every_setting_of_ours_is_documented() -> None:
-    """By the string under its field."""
+    """The documentation is the string under its field."""
     for registry in (CODECS, GRADIENT_COMPRESSORS):
         for name in registry.names():
             cls, fixed = registry.entry(name)

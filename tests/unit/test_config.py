@@ -112,10 +112,9 @@ def test_every_flag_reaches_its_field(monkeypatch) -> None:
 
 
 def test_min_mb_is_the_threshold_of_every_message() -> None:
-    codecs = (
-        "--tp-compression int6 --pp-compression int8 --cp-compression int8 --dp-compression int8"
-    )
-    config = _config(*codecs.split(), "--compression-min-mb", "0.5")
+    flags = """--tp-compression int6 --pp-compression int8 --cp-compression int8
+        --ep-compression int8 --dp-compression int8 --compression-min-mb 0.5"""
+    config = _config(*flags.split(), **EXPERTS)
     assert {rule.min_bytes for rule in config.rules().values()} == {2**19}
 
 

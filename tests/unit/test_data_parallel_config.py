@@ -50,7 +50,7 @@ def _check(settings: dict, **megatron) -> DataParallelConfig:
 
 
 def test_sdp4bit_alone_means_both() -> None:
-    """Weights too, where there are masters to send the change of; any other spec leaves them alone."""
+    """Weights too, where masters are there to send their change; other specs leave them alone."""
     both = _check(ON)
     assert both.weights == WEIGHTS
     assert both.weight_codec == parse_codec("sdp4bit:intra=4,inter=4,group=2048,hadamard=off")
@@ -90,22 +90,21 @@ def test_the_outer_hop_has_a_codec_of_its_own(
     """The setting outer= of any spec; else a codec's second hop, which is the one between nodes."""
     config = _check({"compression": spec}, **INSTANCES)
     rules = config.rules(None)
-    found = [
-        codec and codec.name for codec in (rules["dp.gradient"].codec, rules["dp.outer"].codec)
-    ]
-    assert found == [inner, outer]
+    codecs = (rules["dp.gradient"].codec, rules["dp.outer"].codec)
+    assert [codec and codec.name for codec in codecs] == [inner, outer]
     assert (config.weights == WEIGHTS) == (inner == "sdp4bit")
     args = Namespace(
         **{**_megatron(), **INSTANCES, "data_parallel_size": 4, "context_parallel_size": 1}
     )
-    said = f"sums of gradients between the 2 optimizer instances: {outer or 'uncompressed'} (outer=CODEC"
-    assert said in config.lines(args)[-1]
+    codec = outer or "uncompressed"
+    line = f"sums of gradients between the 2 optimizer instances: {codec} (outer=CODEC"
+    assert line in config.lines(args)[-1]
     args.use_torch_fsdp2 = True  # which has no such hop
-    assert said not in "".join(config.lines(args))
+    assert line not in "".join(config.lines(args))
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "line"),
     [
         ("sdp4bit", f"; weight updates {WEIGHTS}$"),
         ("sdp4bit", "gradients sdp4bit, 8.25 bits a value inside a node, 4.25 between nodes"),
@@ -113,8 +112,8 @@ def test_the_outer_hop_has_a_codec_of_its_own(
         ("tagc:wire=sketch", f"{TAGC_LINE} .*sent as sketches; weights uncompressed$"),
     ],
 )
-def test_what_the_log_says(spec: str, said: str) -> None:
-    assert re.search(said, _check({"compression": spec}).describe())
+def test_what_the_log_says(spec: str, line: str) -> None:
+    assert re.search(line, _check({"compression": spec}).describe())
 
 
 @pytest.mark.parametrize(
@@ -226,9 +225,13 @@ def test_one_of_another_package_has_its_module_for_a_name() -> None:
 
 @pytest.mark.parametrize(("nodes", "local", "pieces"), [(2, 2, 8), (1, 4, 1), (4, 1, 1)])
 def test_pieces_of_a_bucket(nodes: int, local: int, pieces: int) -> None:
-    """Several where one exchange can overlap with another."""
-    world, two_hops = nodes * local, nodes > 1 and local > 1
-    topology = SimpleNamespace(nodes=nodes, local=local, world_size=world, two_hops=two_hops)
+    """There are several where one hop's exchange can overlap with the other's."""
+    topology = SimpleNamespace(
+        nodes=nodes,
+        local=local,
+        world_size=nodes * local,
+        two_hops=nodes > 1 and local > 1,
+    )
     numel = 4 * 24 * 4096
     bucket = SimpleNamespace(
         topology=topology, numel=numel, sharded=False, gradients=torch.empty(numel)

@@ -1,4 +1,4 @@
-"""What the docs name exists: flags, codecs, files, headings, numbers; commands are run by a test or marked."""
+"""The docs name what exists: flags, codecs, files, numbers; commands are tested or marked."""
 
 import argparse
 import csv
@@ -95,7 +95,7 @@ def test_every_flag_of_ours_is_in_the_table():
 
 
 def specs(page: Path) -> set[tuple[str, str]]:
-    """(dimension, spec) of every codec that a page names, behind a flag or by itself in code."""
+    """Return (dimension, spec) of every codec on a page, behind a flag or by itself in code."""
     text = page.read_text()
     found = {(dimension, spec) for dimension, spec in SPEC_FLAG.findall(text)}
     found |= {
@@ -138,15 +138,15 @@ def test_links_resolve(page):
         if target.startswith("http"):
             continue
         path, _, anchor = target.partition("#")
-        other = (page.parent / path).resolve() if path else page
-        assert other.exists(), f"{page_id(page)}: {target}"
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page_id(page)}: {target}"
         if anchor:
-            assert anchor in anchors(other), f"{page_id(page)}: {target}"
+            assert anchor in anchors(linked), f"{page_id(page)}: {target}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=page_id)
 def test_files_named_in_code_exist(page):
-    """Scripts and modules of commands, and sources: `python scripts/losses.py`, `megatron/compression/session.py`."""
+    """Scripts and modules of commands count, and paths of sources."""
     text = page.read_text()
     for path in re.findall(r"(?<![\w/])((?:scripts|examples)/[\w/]+\.(?:py|sh|sbatch))", text):
         assert (REPO / path).exists(), path
@@ -163,8 +163,9 @@ def test_the_architecture_names_what_is_there():
     page = REPO / "docs" / "architecture.md"
     for row in re.findall(r"^\| (`[^|]+) \|", page.read_text(), re.M):
         for name in re.findall(r"`([\w./]+(?:\.py|/))`", row):
-            places = (REPO / name, REPO / "megatron" / "compression" / name)
-            assert any(place.exists() for place in places), name
+            in_root = REPO / name
+            in_package = REPO / "megatron" / "compression" / name
+            assert in_root.exists() or in_package.exists(), name
 
 
 # Blocks of code and how they are marked.
@@ -282,8 +283,10 @@ def measured() -> set[str]:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/choosing.md"])
 def test_speed_ups_are_measured(name, measured):
-    """Each stands in today.csv, or on the page of results that its row links to."""
-    page, elsewhere, checked = REPO / name, results_text(), 0
+    """A number is in today.csv, or on the page of results that its row links to."""
+    page = REPO / name
+    elsewhere = results_text()
+    checked = 0
     for row in (row for table in tables(page) for row in table if "speed-up" in row):
         linked = re.findall(r"\]\(([^)#]+\.md)", " ".join(row.values()))
         text = "\n".join((page.parent / link).read_text() for link in linked)

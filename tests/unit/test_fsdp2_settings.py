@@ -41,14 +41,14 @@ from megatron.compression.fsdp2 import attach
     ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
 )
 def test_a_codec_is_refused_under_the_argument_that_has_it(settings: dict, line: str) -> None:
-    """In one line with what to give; ``gather`` is never reported as ``reduce``."""
+    """The line says what to give; ``gather`` is never reported as ``reduce``."""
     with pytest.raises(CompressionConfigError) as error:
         attach(torch.nn.Linear(2, 2), **settings)
     assert str(error.value) == line
 
 
 def test_a_list_of_models_is_refused() -> None:
-    """As megatron-core's ``attach`` takes it; here each model has its own."""
+    """The ``attach`` of megatron-core takes one; here each model has its own call."""
     line = r"^attach\(\) takes one module, .*, not a list; call it once for each model$"
     with pytest.raises(CompressionConfigError, match=line):
         attach([torch.nn.Linear(2, 2)])

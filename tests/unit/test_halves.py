@@ -73,7 +73,7 @@ class _Weights(torch.nn.Module):
 
 
 def _run() -> tuple[list[str], list[str]]:
-    """What is logged forward and backward."""
+    """Return what is logged forward and backward."""
     log: list[str] = []
     generator = torch.Generator().manual_seed(3)
     inputs = [
@@ -88,13 +88,15 @@ def _run() -> tuple[list[str], list[str]]:
     outputs = interleave([Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in mlps], inputs)
     forward = list(log)
     log[:] = []
-    sum(one.square().sum() for one in outputs).backward()
+    sum(output.square().sum() for output in outputs).backward()
     return forward, log
 
 
 def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
-    """Each sum and each input gradient has the other half's whole block between start and arrival, and its
-    second exchange begins in the middle of that."""
+    """Between start and arrival of a sum or an input gradient the other half computes its block.
+
+    The second exchange begins in the middle of that.
+    """
     compute = functions.WeightGradient.compute
     noted: list[str] = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What an exchange costs the host: Python frames from a layer's site to the wait, and torch operations."""
+"""The host's cost of an exchange: Python frames from a site to the wait, torch operations."""
 
 import gc
 import subprocess
@@ -77,8 +77,8 @@ class Ranks:
         received.copy_(sent)
         return Done()
 
-    def _allgather_base(self, gathered, own, _) -> Done:
-        gathered.view(self.ranks, -1).copy_(own)
+    def _allgather_base(self, gathered, shard, _) -> Done:
+        gathered.view(self.ranks, -1).copy_(shard)
         return Done()
 
 
@@ -90,12 +90,12 @@ def site_of(ranks: int) -> CommSite:
 
 
 def reduced(site: CommSite, x: torch.Tensor) -> torch.Tensor:
-    """As a layer does it."""
+    """Return the sum of a tensor over the ranks, sent as a layer sends it."""
     return site.message("tp.forward", "all_reduce", x.nbytes).start(x).wait()
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(2, 18), (4, 23)])
-def test_an_all_reduce_enters_few_python_frames(ranks: int, most: int) -> None:
+@pytest.mark.parametrize(("ranks", "limit"), [(2, 18), (4, 23)])
+def test_an_all_reduce_enters_few_python_frames(ranks: int, limit: int) -> None:
     """Ours alone: neither torch's nor those of the codec and of the backend."""
     site = site_of(ranks)
     x = torch.arange(8.0)
@@ -113,7 +113,7 @@ def test_an_all_reduce_enters_few_python_frames(ranks: int, most: int) -> None:
     finally:
         sys.setprofile(None)
         gc.enable()
-    assert 10 < len(frames) <= most, frames
+    assert 10 < len(frames) <= limit, frames
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ class SiteLinear(torch.nn.Module):
 
 
 def test_a_block_of_one_half_enters_few_python_frames() -> None:
-    """Of ours, forward and backward, codec and exchanges included: the host launches twice as many blocks."""
+    """Halves launch twice as many blocks. Frames of codec and exchanges, of both directions, count."""
     layers = [HalvedMlp() for _ in range(4)]
     blocks = [Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in layers for _ in range(2)]
     frames: list[str] = []

@@ -108,7 +108,7 @@ class Driver:
         return self.graph
 
     def end_capture(self) -> bool:
-        """Whether all streams of the capture have come back to the first."""
+        """Return whether all streams of the capture have come back to the first."""
         graph = self.graph
         ends = self.captured[CAPTURING]
         graph.active = False
@@ -129,7 +129,7 @@ class Driver:
         copies = {}
         for node in graph.nodes:
             copies[node] = copy = Node(
-                [copies[one] for one in node.after] or before, node.run, node.ready
+                [copies[earlier] for earlier in node.after] or before, node.run, node.ready
             )
             copy.replay = number
         end = Node([*copies.values(), *before], lambda replay: None, lambda: True)
@@ -138,7 +138,7 @@ class Driver:
 
 
 class Rank:
-    """Launches exchanges, captures and replays, each with what fills its input and checks its output."""
+    """Launches exchanges, captures and replays, each with a check of the bytes that arrive."""
 
     def __init__(self, rank: int, world: int, base: int, one_queue: bool) -> None:
         self.rank = rank
@@ -177,8 +177,8 @@ class Rank:
                 assert into[:-1] == PATTERN[start : start + len(into) - 1], (number, replay, peer)
 
         parts = (
-            [DeviceBytes(ctypes.addressof(one), len(one) - 1) for one in ones]
-            for ones in (sends, receives)
+            [DeviceBytes(ctypes.addressof(buffer), len(buffer) - 1) for buffer in buffers]
+            for buffers in (sends, receives)
         )
         driver.launch(driver.current, fill)
         handle = self.memory.exchange(*parts, None)
@@ -217,13 +217,19 @@ class Rank:
         self.driver.replay(graph, self.replays)
 
 
-def run_all(ranks: list[Rank], generator: random.Random) -> bool:
-    """Run what can run, in any order; whether nothing is left."""
-    nodes = [node for rank in ranks for node in rank.driver.nodes]
+def followers_of(nodes: list[Node]) -> dict[Node, list[Node]]:
+    """Return the nodes that wait for each node."""
     followers: dict[Node, list[Node]] = {node: [] for node in nodes}
     for node in nodes:
         for earlier in node.after:
             followers[earlier].append(node)
+    return followers
+
+
+def run_all(ranks: list[Rank], generator: random.Random) -> bool:
+    """Run what can run, in any order; return whether all has run."""
+    nodes = [node for rank in ranks for node in rank.driver.nodes]
+    followers = followers_of(nodes)
     missing = {node: len(node.after) for node in nodes}
     free = [node for node in nodes if not node.after]
     while ready := [node for node in free if node.ready()]:
@@ -259,7 +265,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
 
 def launch(rank: Rank, seed: int, count: int) -> None:
-    """A program that all ranks run: exchanges under way on two streams, captures (some fail), replays."""
+    """Launch a random program: exchanges on two streams, captures (some fail), replays."""
     choose = random.Random(seed)
     driver = rank.driver
     graphs = []
@@ -271,21 +277,23 @@ def launch(rank: Rank, seed: int, count: int) -> None:
         sizes = [[choose.choice(choices) for _ in range(rank.world)] for _ in range(rank.world)]
         return lambda: rank.start(number, sizes)
 
+    def capture(fails: bool) -> None:
+        starts = [
+            (choose.choice((CAPTURING, FORKED)), choose.random() < 0.5, start()) for _ in range(3)
+        ]
+        graph = rank.capture(fails, starts)
+        if not fails:
+            graphs.append(graph)
+
     for number in range(count):
         driver.current = choose.choice((MAIN, OTHER))
-        what = choose.choice(("eager", "eager", "replay", "replay", "wait", "capture", "fail"))
-        if what == "eager":
+        step = choose.choice(("eager", "eager", "replay", "replay", "wait", "capture", "fail"))
+        if step == "eager":
             waits.append(start()())
-        elif what == "wait" and waits:
+        elif step == "wait" and waits:
             waits.pop(choose.randrange(len(waits)))()
-        elif what in ("capture", "fail") or number == 0:
-            starts = [
-                (choose.choice((CAPTURING, FORKED)), choose.random() < 0.5, start())
-                for _ in range(3)
-            ]
-            graph = rank.capture(what == "fail", starts)
-            if what != "fail":
-                graphs.append(graph)
+        elif step in ("capture", "fail") or number == 0:
+            capture(fails=step == "fail")
         elif graphs:
             rank.replay(choose.choice(graphs))
     for wait in waits:
@@ -307,7 +315,7 @@ def test_bytes_arrive_in_any_order_of_execution(ranks, world, count, seeds, one_
 
 
 def test_a_capture_may_wait_for_an_exchange_that_was_launched_before(ranks) -> None:
-    """It needs no edge to it, but then its replays run after the exchanges that are launched before them."""
+    """It needs no edge to it, but its replays run after exchanges that are launched earlier."""
     group, _ = ranks(2)
     arrived: list[bool] = []
     for rank in group:
@@ -365,9 +373,9 @@ def left_file(folder: Path, name: str, age: float = 3600.0) -> Path:
 
 def test_files_of_killed_processes_are_removed(shared_folder: Path) -> None:
     """A process that is killed during set-up cannot remove its file: the next run does."""
-    left = left_file(shared_folder, "megatron-taco-killed")
+    abandoned = left_file(shared_folder, "megatron-taco-killed")
     file, problem = host_memory._create(4096)
-    assert problem is None and not left.exists()
+    assert problem is None and not abandoned.exists()
     assert Path(file.name).stat().st_size == 4096
     file.close()
 

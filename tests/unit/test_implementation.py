@@ -1,4 +1,4 @@
-"""Which layers a run gets: on this machine as it is, and with a stand-in for Transformer Engine's package."""
+"""Which layers a run gets, here and with a stand-in for Transformer Engine's package."""
 
 import importlib.util
 import sys
@@ -23,7 +23,7 @@ SET_UP = "scripts/setup.sh --with-transformer-engine"
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Gives what is found on a machine with or without CUDA, and with a package of these files or none."""
+    """A function that describes a machine: its package's files (None: no package), its CUDA."""
 
     def looked_at(package: dict[str, str] | None, cuda: bool = True) -> Engine:
         for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
@@ -54,7 +54,7 @@ needs_none_installed = pytest.mark.skipif(
 
 
 def test_where_it_works_it_is_the_default(machine) -> None:
-    """As in Megatron; and the log says the version."""
+    """It is the default of Megatron, too; the log says the version."""
     assert machine(WHOLE) == Engine(version="2.20.2")
     check_implementation(asked("transformer_engine"))
     assert describe(asked("transformer_engine"), []) == "layers: Transformer Engine 2.20.2"
@@ -69,29 +69,29 @@ def test_where_it_works_it_is_the_default(machine) -> None:
 @needs_none_installed
 @pytest.mark.parametrize("cuda", [True, False])
 def test_absent(machine, cuda: bool) -> None:
-    """Torch-native layers; the log says how to have the others where they could run; asked for, one line."""
+    """Layers are torch-native; the log says how to get the others where they could run."""
     machine(None, cuda)
-    why = f"is not installed; {SET_UP}" if cuda else "needs CUDA, and there is none here"
-    assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {why})"
+    reason = f"is not installed; {SET_UP}" if cuda else "needs CUDA, and there is none here"
+    assert describe(asked("local"), []) == f"layers: torch-native (Transformer Engine {reason})"
     check_implementation(asked("local"))
     with pytest.raises(InputError, match=f"which is not installed: run {SET_UP}, or use --tr"):
         check_implementation(asked("transformer_engine"))
 
 
 def test_broken(machine) -> None:
-    """A library that is gone: said with the import's message, and nothing else finds half a package."""
+    """The import's message is logged, and no other module finds half a package."""
     machine(BROKEN)
     assert importlib.util.find_spec("transformer_engine") is None
     with pytest.raises(ImportError):
         import transformer_engine  # noqa: F401
-    said = "cannot be imported (OSError: libcudnn.so.9: gone)"
+    reason = "cannot be imported (OSError: libcudnn.so.9: gone)"
     assert (
         describe(asked("local"), [])
-        == f"layers: torch-native (Transformer Engine {said}; {SET_UP})"
+        == f"layers: torch-native (Transformer Engine {reason}; {SET_UP})"
     )
     with pytest.raises(InputError) as refused:
         check_implementation(asked("transformer_engine"))
-    assert f"needs Transformer Engine, which {said}: run {SET_UP}, or use" in str(refused.value)
+    assert f"needs Transformer Engine, which {reason}: run {SET_UP}, or use" in str(refused.value)
 
 
 def test_without_cuda_it_is_left_alone(machine) -> None:

@@ -112,7 +112,7 @@ def test_a_call_that_an_own_loop_leaves_out_is_named(monkeypatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lines_come_from_the_first_rank(rank: int, monkeypatch, capsys) -> None:
-    """Where the loop gives nothing that prints them."""
+    """The first rank prints them if the loop gives no function that does."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     compression = Session(
@@ -124,7 +124,7 @@ def test_lines_come_from_the_first_rank(rank: int, monkeypatch, capsys) -> None:
 
 
 def test_two_audits_may_end_in_any_order() -> None:
-    """Each session has one in its first iteration; torch's methods are the originals after the last."""
+    """A session audits its first iteration; after the last audit torch's methods are its own."""
     methods = dict(vars(torch.distributed.ProcessGroup))
     first, second = (BackendAudit(Ledger(), dict) for _ in range(2))
     first.start()

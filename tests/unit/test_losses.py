@@ -22,7 +22,8 @@ class Trainings:
     """Stands for the trainings; each takes 100 seconds of a clock that nothing else moves."""
 
     def __init__(self, monkeypatch) -> None:
-        self.trained, self.now = [], 0.0
+        self.trained: list[tuple[str, int]] = []
+        self.now = 0.0
         monkeypatch.setattr(losses.time, "monotonic", lambda: self.now)
 
     def __call__(self, run: dict) -> dict:

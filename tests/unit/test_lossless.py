@@ -37,7 +37,7 @@ def wild(rows: int, numel: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_bit_of_any_shape_and_stride(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Where values do not fit, by the codec that is taken instead."""
+    """Values that do not fit are coded by the codec that is taken instead."""
     numel = torch.Size(shape).numel()
     for name, flat in cases(3, numel, dtype):
         x = flat.view(3, *shape)
@@ -53,7 +53,7 @@ def test_every_bit_of_any_shape_and_stride(shape: tuple[int, ...], dtype: torch.
 
 
 def test_overflow_flag() -> None:
-    """One row of a call is enough; a larger area of escapes, or a message that is stored as it is, fits."""
+    """One row of a call is enough; with more escapes, or a message stored as it is, all fits."""
     generator = torch.Generator().manual_seed(0)
     fits = torch.randn(2, 4096, generator=generator)
     wide = fits * torch.exp2(10 * torch.rand(2, 4096, generator=generator))
@@ -69,15 +69,15 @@ def test_overflow_flag() -> None:
 @pytest.mark.parametrize("kind", ["fits", "overflows"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_rounded_to_what_was_encoded(dtype: torch.dtype, kind: str) -> None:
-    """Two hops of an all-reduce: fp32 in rank order, one rounding, and that travels with every bit."""
+    """An all-reduce sums in fp32 in rank order and rounds once; the sum travels with every bit."""
     x = torch.randn(3, 2, 640, generator=torch.Generator().manual_seed(1))
     x = (x if kind == "fits" else x * wild(1, 640)).to(dtype)
     codec = LOSSLESS if kind == "fits" else overflow.AsIs(dtype)
     payloads = torch.stack([codec.encode(rows) for rows in x])
     exact = ((x[0].float() + x[1].float()) + x[2].float()).to(dtype)
-    last, own = overflow.sum_and_encode(codec, payloads, (640,), dtype, LOSSLESS, Asked)
+    last, encoded = overflow.sum_and_encode(codec, payloads, (640,), dtype, LOSSLESS, Asked)
     assert (last is LOSSLESS) == (kind == "fits")
-    assert torch.equal(last.decode(own, (640,), dtype), exact)
+    assert torch.equal(last.decode(encoded, (640,), dtype), exact)
     into = torch.empty(2, 640)
     assert codec.decode_sum(payloads, (640,), dtype, 0.5, into) is into
     assert torch.equal(into, ((x[0].float() + x[1].float()) + x[2].float()) * 0.5)

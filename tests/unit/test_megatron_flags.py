@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_flags_are_added_once(parser):
-    """By `-m megatron.compression` to a script that adds them itself."""
+    """`-m megatron.compression` is refused for a script that adds them itself."""
     with pytest.raises(InputError, match="drop -m megatron"):
         add_arguments(parser)
 
@@ -67,7 +67,7 @@ def test_help_shows_megatrons_flags_and_ours(parser, capsys):
 
 
 def test_help_shows_one_value_or_two(parser, capsys):
-    """Where a flag takes at most two; argparse would say that any number can follow."""
+    """A flag takes at most two; argparse would say that any number can follow."""
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
     text = capsys.readouterr().out
@@ -80,27 +80,30 @@ def test_help_shows_one_value_or_two(parser, capsys):
     "flags", ["--taco", "--tp-compression none int8", "--compression auto", ""]
 )
 def test_user_buffers_are_off_with_compression(parser, monkeypatch, flags) -> None:
-    """In the arguments and in the config that is built of them, with a line; without a codec they stay."""
-    words = """--transformer-impl transformer_engine --tensor-model-parallel-size 2 --sequence-parallel
-        --tp-comm-overlap --tp-comm-overlap-rs-dgrad --num-layers 2 --hidden-size 64 --num-attention-heads 4
+    """They are off in the arguments and in the config of them, with a line; else they stay."""
+    words = """--transformer-impl transformer_engine --tensor-model-parallel-size 2
+        --sequence-parallel --tp-comm-overlap --tp-comm-overlap-rs-dgrad
+        --num-layers 2 --hidden-size 64 --num-attention-heads 4
         --seq-length 64 --micro-batch-size 2 --train-iters 4 --bf16 --no-rope-fusion"""
     args = parser.parse_args(f"{words} {flags}".split())
-    args.params_dtype, args.data_parallel_size = torch.bfloat16, 1
-    args.ffn_hidden_size, args.kv_channels = 256, 16
+    args.params_dtype = torch.bfloat16
+    args.data_parallel_size = 1
+    args.ffn_hidden_size = 256
+    args.kv_channels = 16
     monkeypatch.setattr(enable, "LOG", loop.Log())
     monkeypatch.setattr(enable.host, "is_active", lambda: False)
     enable.adapt_arguments(args)
     lines = enable.LOG._lines
     config = core_transformer_config_from_args(args)
-    kept = not flags
+    stay_on = not flags
     assert [
         line for line in lines if line.startswith("--tp-comm-overlap is switched off")
     ] == lines[1:]
-    assert len(lines[1:]) == (not kept)
+    assert len(lines[1:]) == (not stay_on)
     for name in (
         "tp_comm_overlap",
         "tp_comm_overlap_rs_dgrad",
         "tp_comm_overlap_ag",
         "tp_comm_bulk_wgrad",
     ):
-        assert getattr(args, name) == getattr(config, name) == kept, name
+        assert getattr(args, name) == getattr(config, name) == stay_on, name

@@ -1,4 +1,4 @@
-"""The error meter: what it measures of codecs, and what --compression-error-bound stops compressing."""
+"""The error meter: errors of codecs, and what --compression-error-bound stops compressing."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _values(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _error_of(tensor: torch.Tensor, codec: Codec | None = None) -> float:
-    """What a bound that stops everything says of one tensor."""
+    """Return the error that a bound which stops everything names for one tensor."""
     errors = ErrorMeter(1e-9, 1)
     errors.measure(*SITE, tensor, codec or _codec())
     return errors.decide()[SITE]
@@ -102,12 +102,12 @@ def test_only_what_passes_the_bound_goes_uncompressed() -> None:
     """int4 passes a bound of 0.05, fp8 does not; each decision is told once and kept; nor does what has no
     bound."""
     errors = ErrorMeter(0.05, 10)
-    other = (SITE[0], "tp.backward")
+    backward = (SITE[0], "tp.backward")
     errors.measure(*SITE, _values(4, GROUP), _codec())
-    errors.measure(*other, _values(4, GROUP), _codec("int4"))
+    errors.measure(*backward, _values(4, GROUP), _codec("int4"))
     errors.measure("tokens", "ep.forward", _values(4, GROUP), _codec("int4"), bounded=False)
     new = errors.decide()
-    assert list(new) == [other] and 0.05 < new[other] < 0.5
+    assert list(new) == [backward] and 0.05 < new[backward] < 0.5
     assert errors.decide() == {} and errors.tripped == new
     restored = ErrorMeter(0.05, 10)
     restored.restore(errors.state())
@@ -123,11 +123,11 @@ def test_measures_once_before_each_log_line() -> None:
     assert not ErrorMeter().due(*SITE, 0)
     errors.measure(*SITE, 3 * _values(1, GROUP), _codec())
     forget = errors.snapshot()
-    (once,) = errors.rows()
+    (first,) = errors.rows()
     errors.measure(*SITE, _values(1, GROUP, seed=1), _codec("int4"))
     assert (
         errors.rows()[0]["samples"] == 2
-        and errors.rows()[0]["relative_error"] > once["relative_error"]
+        and errors.rows()[0]["relative_error"] > first["relative_error"]
     )
     forget()
-    assert errors.rows() == [once]
+    assert errors.rows() == [first]

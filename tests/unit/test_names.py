@@ -61,7 +61,7 @@ def test_the_outermost_front_end_decides() -> None:
 
 
 def test_a_message_without_one_setting_resolves_references_too() -> None:
-    """What concerns no single setting is text with references."""
+    """A message about several settings is text with references to them."""
     error = CompressionConfigError(
         f"give {setting('data_parallel.weights')} and {argument('bf16')}"
     )
@@ -112,7 +112,7 @@ def test_settings_of_every_parallelism_are_exported_and_have_help() -> None:
 
 
 def test_scripts_reports_and_flags_share_one_table() -> None:
-    """What the ledger counts under a prefix is what the flag of that kind compresses."""
+    """The flag of a kind compresses the traffic that the ledger counts under its prefix."""
     from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC
 
     assert list(DIMENSIONS.values()) == [kind.traffic for kind in PARALLELISMS.values()]

@@ -22,8 +22,8 @@ def line_of(monkeypatch, flags: str, without: str = "", ranks: int = 1) -> str:
     """
     words = tiny_flags(*flags.split())
     if without:
-        place = words.index(without)
-        del words[place : place + 2]
+        index = words.index(without)
+        del words[index : index + 2]
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("RANK", "0")
@@ -171,7 +171,7 @@ def test_what_is_missing_is_named_with_its_reason(monkeypatch, flags, without, l
 
 
 def test_gradients_that_megatron_does_not_divide_are_refused(monkeypatch) -> None:
-    """Of its FSDP2, where the norm would be the number of tokens times too large, compressed or not."""
+    """FSDP2 leaves them whole: their norm would be the number of tokens times too large."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     flags = (
         "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"

@@ -43,7 +43,7 @@ class OneRankPair:
 
 
 class OneRankSite:
-    """A site whose collectives give back what they get, in one exchange or two, and write down when."""
+    """A site whose collectives return their input, in one exchange or two, and write down when."""
 
     def __init__(self, log: list[str], name: str, exchanges: int = 2) -> None:
         self.log = log
@@ -121,12 +121,12 @@ def test_both_weight_gradients_run_behind_the_exchange(exchanges: int, monkeypat
         loss.backward(retain_graph=True)
         assert log == expected
         gradients.append([leaf.grad.clone() for leaf in (x, first, row.weight)])
-    for once, twice in zip(*gradients, strict=True):
-        assert torch.equal(2 * once, twice)
+    for first_pass, both_passes in zip(*gradients, strict=True):
+        assert torch.equal(2 * first_pass, both_passes)
 
 
 def test_frozen_weights_and_inputs() -> None:
-    """A frozen weight gets no gradient and does not hold up the others; nor does an input without one."""
+    """A frozen weight, or an input without gradient, gets none and does not hold up the others."""
     log: list[str] = []
     x, first, second = leaves()
     row = torch.nn.Module()

@@ -166,22 +166,50 @@ def test_a_killed_write_leaves_the_earlier_file(tmp_path: Path, monkeypatch) -> 
     assert path.read_bytes() == b"whole"
 
 
-def test_a_corpus_holds_real_sources_once_within_its_size(corpus, tmp_path):
-    """The same each time; a smaller one is a prefix of it, in the same splits."""
-    splits = {name: records(corpus / f"{name}.jsonl") for name in _corpus.SPLITS}
-    everything = [record for split in splits.values() for record in split]
-    assert all(splits.values()) and len(splits["train"]) > 0.8 * len(everything)
-    assert len({record["text"] for record in everything}) == len(everything)
-    assert 1.2e6 < sum(len(record["text"].encode()) for record in everything) <= 1.5e6
-    for record in everything:
-        parts = Path(record["path"]).parts
-        assert not set(parts) & (_corpus.SKIPPED | _corpus.STDLIB_SKIPPED)
-        assert (Path(os.__file__).parent / record["path"]).read_text("utf-8-sig") == record["text"]
-    for megabytes, folder in ((1.5, tmp_path / "again"), (0.7, tmp_path / "small")):
-        _corpus.write_corpus(folder, "stdlib", megabytes)
-        for name, whole in splits.items():
-            part = records(folder / f"{name}.jsonl")
-            assert part == whole[: len(part)] and (megabytes < 1.5 or len(part) == len(whole))
+@pytest.fixture(scope="module")
+def splits(corpus) -> dict[str, list[dict]]:
+    """The records of each split of a corpus of 1.5 MB of Python's own sources."""
+    return {name: records(corpus / f"{name}.jsonl") for name in _corpus.SPLITS}
+
+
+@pytest.fixture(scope="module")
+def all_records(splits) -> list[dict]:
+    return [record for split in splits.values() for record in split]
+
+
+def test_no_split_is_empty_and_most_is_for_training(splits, all_records):
+    assert all(splits.values())
+    assert len(splits["train"]) > 0.8 * len(all_records)
+
+
+def test_a_corpus_holds_each_text_once(all_records):
+    assert len({record["text"] for record in all_records}) == len(all_records)
+
+
+def test_a_corpus_fills_its_size(all_records):
+    size = sum(len(record["text"].encode()) for record in all_records)
+    assert 1.2e6 < size <= 1.5e6
+
+
+def test_a_corpus_holds_whole_files_of_chosen_folders(all_records):
+    library = Path(os.__file__).parent
+    skipped = _corpus.SKIPPED | _corpus.STDLIB_SKIPPED
+    for record in all_records:
+        assert not set(Path(record["path"]).parts) & skipped
+        assert (library / record["path"]).read_text("utf-8-sig") == record["text"]
+
+
+def test_a_corpus_is_the_same_each_time(splits, tmp_path):
+    _corpus.write_corpus(tmp_path, "stdlib", 1.5)
+    for name, split in splits.items():
+        assert records(tmp_path / f"{name}.jsonl") == split
+
+
+def test_a_smaller_corpus_is_a_prefix_in_the_same_splits(splits, tmp_path):
+    _corpus.write_corpus(tmp_path, "stdlib", 0.7)
+    for name, split in splits.items():
+        part = records(tmp_path / f"{name}.jsonl")
+        assert part == split[: len(part)]
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer"])

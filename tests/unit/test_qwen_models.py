@@ -1,4 +1,4 @@
-"""Hugging Face models: the table, `--qwen-model` as Megatron flags, and the tensors of a parameter."""
+"""Hugging Face models: the table, `--qwen-model` as Megatron flags, tensors of a parameter."""
 
 import argparse
 import json
@@ -88,23 +88,35 @@ def test_parameters_are_the_published_ones(name) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_flags_and_config_describe_the_same_model(name, parser, tmp_path) -> None:
+def test_flags_have_the_sizes_of_the_model(name, parser) -> None:
     model = MODELS[name]
     args = parser.parse_args(expand(["--qwen-model", name])[0])
-    found = (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads)
-    assert found == (model.layers, model.hidden, model.ffn, model.heads)
+    assert args.num_layers == model.layers
+    assert args.hidden_size == model.hidden
+    assert args.ffn_hidden_size == model.ffn
+    assert args.num_attention_heads == model.heads
     assert args.num_query_groups == model.groups
     assert (args.kv_channels or model.hidden // model.heads) == model.head_dim
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flags_have_the_variant_of_the_model(name, parser) -> None:
+    model = MODELS[name]
+    args = parser.parse_args(expand(["--qwen-model", name])[0])
     assert args.padded_vocab_size == args.vocab_size == model.vocabulary
     assert args.untie_embeddings_and_output_weights != model.tied
-    assert (args.add_qkv_bias, args.qk_layernorm) == (
-        model.family == "qwen2",
-        model.family == "qwen3",
-    )
-    assert args.num_experts == (model.experts or None) and not args.use_rope_scaling
-    if not model.experts:
-        (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
-        assert find_model(str(tmp_path)) == model == find_model(f"qwen{name}")
+    assert args.add_qkv_bias == (model.family == "qwen2")
+    assert args.qk_layernorm == (model.family == "qwen3")
+    assert args.num_experts == (model.experts or None)
+    assert not args.use_rope_scaling
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.experts])
+def test_a_folder_and_a_name_are_the_same_model(name, tmp_path) -> None:
+    model = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model)))
+    assert find_model(str(tmp_path)) == model
+    assert find_model(f"qwen{name}") == model
 
 
 def test_the_users_flags_win(parser) -> None:
@@ -217,10 +229,8 @@ def test_llama_3_1_is_a_folder() -> None:
 
 
 def test_missing_files_and_other_tensors_are_named(tmp_path) -> None:
-    model, chunk = (
-        model_from_config(config_of(MODELS["3-8b"]) | {"model_type": "llama"}),
-        torch.nn.Module(),
-    )
+    model = model_from_config(config_of(MODELS["3-8b"]) | {"model_type": "llama"})
+    chunk = torch.nn.Module()
     with pytest.raises(InputError, match=weights.SINGLE_FILE):
         weights.read(chunk, model, tmp_path)
     save_file({"a": torch.zeros(2)}, tmp_path / weights.SINGLE_FILE)
@@ -246,7 +256,7 @@ for name in ("unknown iteration", "empty", "cut", "weights of a list"):
 
 
 def test_a_checkpoint_that_cannot_be_exported_is_one_line(tmp_path: Path) -> None:
-    """Of scripts/convert_hf.py, in a process of its own, since it hides the GPUs."""
+    """scripts/convert_hf.py runs in a process of its own, since it hides the GPUs."""
     unknown = tmp_path / "unknown iteration"
     unknown.mkdir()
     (unknown / "latest_checkpointed_iteration.txt").write_text("latest\n")

@@ -73,7 +73,7 @@ def test_report_files(tmp_path) -> None:
 
 
 def test_history_of_a_resumed_run(tmp_path) -> None:
-    """Where a resumed run repeated an iteration, its row counts; the order is by iteration."""
+    """The last row of a repeated iteration counts; rows are in the order of iterations."""
     rows = [{"iteration": i, "losses": {"lm loss": float(i)}} for i in (1, 2, 3)]
     rows += [
         {"iteration": 3, "losses": {"lm loss": 30.0}},
@@ -117,7 +117,8 @@ def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) 
 
 def test_history_survives_a_full_disk(tmp_path, monkeypatch) -> None:
     """A row that could not be written is kept and written later, behind the half line that was left."""
-    history, real = History(tmp_path), open
+    history = History(tmp_path)
+    real = open
     history.append({"iteration": 1, "losses": {}})
 
     def half(path, mode="r"):

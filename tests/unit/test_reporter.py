@@ -13,13 +13,13 @@ from tests.unit.one_rank import one_rank  # noqa: F401  (a fixture for every tes
 
 def _reporter(directory=None, ledger=None, **settings) -> Reporter:
     ledger = Ledger() if ledger is None else ledger
-    given = {
+    defaults = {
         "train_iters": lambda: None,
         "track": lambda *_: None,
         "small_hint": "",
         "clock": lambda: 0.0,
     }
-    settings = {"log_interval": 2, "settings": {}, **given, **settings}
+    settings = {"log_interval": 2, "settings": {}, **defaults, **settings}
     return Reporter(ledger, ErrorMeter(), directory=directory and str(directory), **settings)
 
 
@@ -32,7 +32,7 @@ def _rows(directory) -> list[dict]:
 
 
 def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
-    """As on Megatron's line: over the iterations that were not skipped (which bring no loss)."""
+    """Megatron's line has the same: skipped iterations bring no loss and do not count."""
     reporter = _reporter(tmp_path, log_interval=3)
     for iteration, losses in enumerate(
         [_loss(6.0), _loss(5.0), _loss(1.0), _loss(3.0), {}, _loss(4.0)], 1
@@ -42,7 +42,7 @@ def test_losses_are_the_mean_of_an_interval(tmp_path) -> None:
 
 
 def test_an_evaluation_is_not_counted_as_training() -> None:
-    """From its beginning to its end; what the log line and the ratio read stays as it was."""
+    """The log line and the ratio do not move from its beginning to its end."""
     ledger = Ledger()
     reporter = _reporter(ledger=ledger)
     for split in ("valid", "test"):
@@ -78,14 +78,14 @@ def test_bytes_are_those_of_one_iteration(tmp_path) -> None:
 
 
 def test_small_messages_are_named_once(capsys) -> None:
-    """With the flag that leaves them uncompressed."""
+    """The line names the flag that leaves them uncompressed."""
     ledger = Ledger()
     reporter = _reporter(None, ledger, log_interval=1, small_hint="--compression-min-mb 8")
     for iteration in (1, 2):
         ledger.record_uncompressed("tp.forward", "small", "all_reduce", 1_000_000, 2)
         reporter.on_training_log(iteration, {})
-    said = [line for line in capsys.readouterr().out.splitlines() if "go uncompressed" in line]
-    assert said == [
+    lines = [line for line in capsys.readouterr().out.splitlines() if "go uncompressed" in line]
+    assert lines == [
         " compression: 1.000 MB per iteration and GPU go uncompressed: these messages are under "
         "--compression-min-mb 8"
     ]

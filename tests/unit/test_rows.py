@@ -31,7 +31,7 @@ class Arrived:
 
 
 def reduced(spec: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a reduce-scatter of bf16 rows returns, and the addends [RANKS, ROWS, WIDTH] in fp32."""
+    """Return a reduce-scatter's sum of bf16 rows, and the addends [RANKS, ROWS, WIDTH] in fp32."""
     generator = torch.Generator().manual_seed(0)
     magnitudes = torch.tensor([1.0, 30.0, 0.1]).view(-1, 1, 1)
     x = (torch.randn(RANKS, ROWS, WIDTH, generator=generator) * magnitudes).bfloat16()

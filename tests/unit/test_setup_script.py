@@ -109,7 +109,7 @@ def test_a_checkout_that_was_moved_is_installed_again(tmp_path) -> None:
 
 
 def test_transformer_engine_needs_a_compiler(tmp_path) -> None:
-    """What is missing to build it is one line, before anything is installed."""
+    """A missing compiler is one line, before anything is installed."""
     script = copy_of_the_script(tmp_path / "clone")
     venv = stamped_venv(script, STAMP)
     done = run(script, "--with-transformer-engine", CXX="no-such-compiler")

@@ -84,7 +84,7 @@ class TestErrors:
         )
 
     def test_a_full_disk(self, tmp_path: Path, monkeypatch) -> None:
-        """As the system says it, and as torch does, who leaves out why."""
+        """The system names the disk; torch's error does not give the reason."""
         args = Namespace(save=str(tmp_path), load=None)
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for error in (full, RuntimeError(f"Worker failure: {full}")):
@@ -163,7 +163,7 @@ NO_TOKENIZER = dict(
 
 class TestTokenizers:
     @pytest.mark.parametrize(
-        ("given", "line"),
+        ("arguments", "line"),
         [
             ({}, "no tokenizer: give --tokenizer-type"),
             (
@@ -177,34 +177,45 @@ class TestTokenizers:
             ),
         ],
     )
-    def test_what_is_missing_is_named(self, given: dict, line: str) -> None:
+    def test_what_is_missing_is_named(self, arguments: dict, line: str) -> None:
         with pytest.raises(InputError, match=line):
-            checks.check_tokenizer(Namespace(**NO_TOKENIZER | given))
+            checks.check_tokenizer(Namespace(**NO_TOKENIZER | arguments))
 
-    def test_what_is_there_passes(self, tmp_path: Path) -> None:
-        (tmp_path / "tokenizer.model").touch()
-        for kind, model in (
-            *(("NullTokenizer", None), ("HuggingFaceTokenizer", "Qwen/Qwen2.5-7B")),
-            ("SentencePieceTokenizer", str(tmp_path / "tokenizer.model")),
-        ):
-            given = {"tokenizer_type": kind, "tokenizer_model": model, "vocab_size": 127}
-            checks.check_tokenizer(Namespace(**NO_TOKENIZER | given))
+    @staticmethod
+    def check(kind: str, model: str | None) -> None:
+        """Check a tokenizer of a type, whose model is a path, a name or nothing."""
+        arguments = {"tokenizer_type": kind, "tokenizer_model": model, "vocab_size": 127}
+        checks.check_tokenizer(Namespace(**NO_TOKENIZER | arguments))
+
+    def test_a_tokenizer_without_a_model_passes(self) -> None:
+        self.check("NullTokenizer", None)
+
+    def test_a_name_of_hugging_face_passes(self) -> None:
+        self.check("HuggingFaceTokenizer", "Qwen/Qwen2.5-7B")
+
+    def test_a_file_that_is_there_passes(self, tmp_path: Path) -> None:
+        model = tmp_path / "tokenizer.model"
+        model.touch()
+        self.check("SentencePieceTokenizer", str(model))
 
 
 class TestCheckpoints:
-    def check(self, **given) -> None:
+    def check(self, **arguments) -> None:
         none = dict(load=None, save=None, pretrained_checkpoint=None, async_save=False)
-        checks.check_folders(Namespace(**none | given))
+        checks.check_folders(Namespace(**none | arguments))
 
     def test_a_folder_to_load_from_has_to_be_there(self, tmp_path: Path) -> None:
         absent = str(tmp_path / "absent")
         with pytest.raises(InputError, match=f"--load {absent}: no such folder"):
             self.check(load=absent)
+
+    def test_a_folder_to_load_from_has_files(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="the folder is empty"):
             self.check(load=str(tmp_path))
-        self.check(
-            load=absent, save=absent
-        )  # a first run names the folder that it is going to save to
+
+    def test_a_first_run_may_load_from_the_folder_that_it_will_save_to(self, tmp_path) -> None:
+        absent = str(tmp_path / "absent")
+        self.check(load=absent, save=absent)
 
     def test_a_folder_to_save_to_can_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -216,7 +227,7 @@ class TestCheckpoints:
 
 class TestLayers:
     @pytest.mark.parametrize(
-        ("given", "line"),
+        ("arguments", "line"),
         [
             ({"fp8": "hybrid"}, "--fp8-format needs Transformer Engine"),
             (
@@ -225,54 +236,96 @@ class TestLayers:
             ),
         ],
     )
-    def test_what_torch_native_layers_do_not_serve(self, given: dict, line: str) -> None:
-        checks.check_local_layers(Namespace(transformer_impl="local"))
+    def test_what_torch_native_layers_do_not_serve(self, arguments: dict, line: str) -> None:
+        """The same arguments pass with Transformer Engine's layers."""
         with pytest.raises(InputError, match=line):
-            checks.check_local_layers(Namespace(transformer_impl="local", **given))
-        checks.check_local_layers(Namespace(transformer_impl="transformer_engine", **given))
+            checks.check_local_layers(Namespace(transformer_impl="local", **arguments))
+        checks.check_local_layers(Namespace(transformer_impl="transformer_engine", **arguments))
+
+    def test_torch_native_layers_pass(self) -> None:
+        checks.check_local_layers(Namespace(transformer_impl="local"))
+
+    @staticmethod
+    def fusions(monkeypatch, installed: bool, transformer_impl: str) -> tuple[Namespace, list]:
+        """Return the arguments after the check, and the lines of the log.
+
+        Args:
+            monkeypatch: puts the stand-in for Python's search of packages in place.
+            installed: whether the extensions are there.
+            transformer_impl: the layers.
+        """
+        extension = object() if installed else None
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: extension)
+        args = SimpleNamespace(
+            transformer_impl=transformer_impl,
+            masked_softmax_fusion=True,
+            apply_rope_fusion=False,
+            no_persist_layer_norm=False,
+        )
+        return args, implementation.missing_extension_overrides(args)
+
+    def test_fusions_without_their_extension_are_switched_off_and_logged(self, monkeypatch):
+        """A fusion that was off already is no line."""
+        args, lines = self.fusions(monkeypatch, False, "local")
+        assert not args.masked_softmax_fusion
+        assert args.no_persist_layer_norm
+        assert len(lines) == 2
+
+    def test_fusions_with_their_extension_stay(self, monkeypatch) -> None:
+        args, lines = self.fusions(monkeypatch, True, "local")
+        assert args.masked_softmax_fusion
+        assert not args.no_persist_layer_norm
+        assert not lines
 
     @pytest.mark.parametrize("installed", [False, True])
-    def test_fusions_without_their_extension_are_switched_off_and_said(
-        self, monkeypatch, installed
-    ) -> None:
-        """What was off already is silent; Transformer Engine's layers keep theirs."""
-        monkeypatch.setattr(
-            importlib.util, "find_spec", lambda name: object() if installed else None
-        )
-        before = dict(
-            masked_softmax_fusion=True, apply_rope_fusion=False, no_persist_layer_norm=False
-        )
-        args = SimpleNamespace(transformer_impl="local", **before)
-        lines = implementation.missing_extension_overrides(args)
-        assert len(lines) == (0 if installed else 2)
-        assert args.masked_softmax_fusion == installed != args.no_persist_layer_norm
-        args = SimpleNamespace(transformer_impl="transformer_engine", **before)
-        assert implementation.missing_extension_overrides(args) == []
+    def test_transformer_engines_layers_keep_their_fusions(self, monkeypatch, installed) -> None:
+        _, lines = self.fusions(monkeypatch, installed, "transformer_engine")
+        assert lines == []
 
-    def test_evaluation(self) -> None:
-        one = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, eval_interval=10)
-        one |= dict(log_interval=1)
-        checks.check_evaluation(Namespace(**one, full_validation=True))
-        with pytest.raises(
-            InputError, match="--full-validation fails with tensor or pipeline parallelism"
-        ):
-            checks.check_evaluation(
-                Namespace(**one | {"pipeline_model_parallel_size": 2}, full_validation=True)
-            )
-        for name, value, said in (("eval", None, "is missing"), ("log", 0, "0 must be a number")):
-            with pytest.raises(InputError, match=f"--{name}-interval {said}"):
-                checks.check_evaluation(Namespace(**one | {f"{name}_interval": value}))
+
+class TestEvaluation:
+    ONE_RANK = Namespace(
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        eval_interval=10,
+        log_interval=1,
+        full_validation=False,
+    )
+
+    def check(self, **changes) -> None:
+        checks.check_evaluation(Namespace(**vars(self.ONE_RANK) | changes))
+
+    def test_a_full_validation_of_one_rank_passes(self) -> None:
+        self.check(full_validation=True)
+
+    def test_a_full_validation_of_stages_is_refused(self) -> None:
+        message = "--full-validation fails with tensor or pipeline parallelism"
+        with pytest.raises(InputError, match=message):
+            self.check(full_validation=True, pipeline_model_parallel_size=2)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "reason"),
+        [("eval", None, "is missing"), ("log", 0, "0 must be a number")],
+    )
+    def test_intervals_are_numbers(self, name: str, value: int | None, reason: str) -> None:
+        with pytest.raises(InputError, match=f"--{name}-interval {reason}"):
+            self.check(**{f"{name}_interval": value})
 
 
 class TestVersions:
-    def test_any_version_of_the_series_passes_and_another_is_refused(self) -> None:
+    FIX = r"pip install 'megatron-core==0\.19\.\*'"
+
+    def test_any_version_of_the_series_passes(self) -> None:
         megatron_lm.check_megatron_core(("0.19.7", Path("somewhere")))
-        for found in (("0.18.0", Path("/a/core")), None):
-            with pytest.raises(
-                InputError, match=r"pip install 'megatron-core==0\.19\.\*'"
-            ) as refused:
-                megatron_lm.check_megatron_core(found)
-            assert found is None or f"{found[0]} is in /a/core" in str(refused.value)
+
+    def test_another_series_is_refused_with_its_folder(self) -> None:
+        with pytest.raises(InputError, match=self.FIX) as error:
+            megatron_lm.check_megatron_core(("0.18.0", Path("/a/core")))
+        assert "0.18.0 is in /a/core" in str(error.value)
+
+    def test_no_megatron_core_is_refused(self) -> None:
+        with pytest.raises(InputError, match=self.FIX):
+            megatron_lm.check_megatron_core(None)
 
     def test_a_checkout_on_the_path_is_what_counts(self, tmp_path: Path) -> None:
         """It has no metadata of a distribution, and it comes before an installed wheel."""
@@ -282,7 +335,8 @@ class TestVersions:
         code = (
             "from megatron.compression import errors\n"
             "from megatron.compression.frontends import megatron_lm\n"
-            "with errors.one_line_errors(): megatron_lm.check_megatron_core(megatron_lm.find_megatron_core())"
+            "with errors.one_line_errors():\n"
+            "    megatron_lm.check_megatron_core(megatron_lm.find_megatron_core())"
         )
         env = environment() | {"PYTHONPATH": f"{tmp_path}:{REPO}"}
         command = [sys.executable, "-P", "-c", code]

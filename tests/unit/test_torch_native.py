@@ -73,7 +73,7 @@ def test_attention_agrees_with_dot_product_attention(groups, make_mask) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fewer_queries_than_keys_are_the_last(dtype) -> None:
-    """Of two parts of a sequence, the gradients of the earlier one's keys and values too."""
+    """Queries are the second part of a sequence; keys of the first get gradients, too."""
     ours, _ = attentions(2)
     complete = random_qkv(2, dtype)
     parts = random_qkv(2, dtype)
@@ -224,7 +224,7 @@ def test_norm_refusals() -> None:
 
 
 def test_graphs_of_layers_own_what_torch_has_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Transformer Engine installed megatron-core would free it before the backward is captured."""
+    """Megatron-core would free it before the backward's capture if Transformer Engine is there."""
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(cuda_graphs, "make_weak_ref", lambda tensor: tensor[:0], raising=False)
     monkeypatch.setattr(cuda_graphs, "make_weakref", cuda_graphs.make_weakref)

@@ -67,7 +67,7 @@ def test_slow_launches_are_said_under_fsdp2(codec: str, unknown_triton) -> None:
 
 
 def test_another_series_of_megatron_core_is_taken_at_ones_own_risk(monkeypatch, capsys) -> None:
-    """For the series that the variable names, and with a line."""
+    """The variable names the series; the log has a line."""
     monkeypatch.setenv(MEGATRON_CORE_AT_RISK, "0.20")
     megatron_lm.check_megatron_core(("0.20.3", Path("/a/core")))
     line = capsys.readouterr().err
