@@ -71,6 +71,17 @@ def test_nearly_the_share_is_sent_of_a_large_shard() -> None:
     assert ((sent != 0).sum(1) > 0.19 * 50_001).all()
 
 
+def test_the_threshold_of_a_sample_errs_on_the_safe_side() -> None:
+    """A wire with too many values to send would leave out the last of them, not the smallest."""
+    x = torch.randn(1, 1_000_003, generator=torch.Generator().manual_seed(0))
+    share = 0.05
+
+    threshold = share_threshold(x, share)
+
+    reached = float((x.abs() >= threshold).float().mean())
+    assert 0.9 * share < reached <= share
+
+
 def test_a_remainder_may_take_the_place_of_the_values() -> None:
     layout = BitmapLayout(5_000, 0.2)
     x = gradients(2, 5_000)

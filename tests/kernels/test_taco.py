@@ -64,6 +64,19 @@ def test_wire_holds_the_papers_formulas(format: str, group_size: int, hadamard: 
         assert (neighbour | (above - below < rounding)).all(), f"{kind}: not a neighbour"
 
 
+@pytest.mark.parametrize("format", INTEGERS)
+def test_epsilon_stands_under_alphas_root(format: str) -> None:
+    """Seen where groups are small but alpha is not at its bound."""
+    config = CodecConfig(format, 128)
+    largest_alpha = 1000
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 128, generator=generator) * (2 * config.qmax / largest_alpha)
+    _, _, alpha = read_wire(tk.encode(x, config)[0], config)
+    exact = config.qmax / (x.double().square().mean(1) + 1e-6).sqrt()
+    assert exact.max() < largest_alpha
+    torch.testing.assert_close(alpha.double().view(-1), exact, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_group_of_zeros_sends_zeros(format: str) -> None:
     config = CodecConfig(format, 64)
