@@ -11,6 +11,7 @@ from megatron.compression.auto.estimate import (
     Cluster,
     Estimate,
     Group,
+    Speed,
     main,
     parse_megatron,
 )
@@ -231,3 +232,26 @@ def test_bad_input_is_one_line(options: str, megatron: str, line: str, capsys):
     output = capsys.readouterr().err.splitlines()
     (error,) = [text for text in output if text.startswith("error: ")]
     assert line in error
+
+
+FAST = Speed(1e9, 0.0)
+SLOW = Speed(1.0, 0.0)
+"""One byte a second, so that seconds are the bytes that a rank sends over the slower link."""
+
+
+@pytest.mark.parametrize(
+    ("operation", "inside", "between"),
+    [
+        # of eight ranks three others are inside the node, and four on the other
+        ("all_to_all", 300, 400),
+        # inside its node a rank sends as if there were no other, between nodes a fourth of what one does
+        ("all_gather", 600, 100),
+        ("all_reduce", 1200, 200),
+    ],
+)
+def test_bytes_inside_a_node_and_between_two(operation: str, inside: int, between: int) -> None:
+    """800 bytes over two nodes of four ranks."""
+    slow_inside = Group(8, 4, Cluster(4, intra=SLOW, inter=FAST))
+    slow_between = Group(8, 4, Cluster(4, intra=FAST, inter=SLOW))
+    assert slow_inside.seconds(operation, 800) == pytest.approx(inside)
+    assert slow_between.seconds(operation, 800) == pytest.approx(between)
