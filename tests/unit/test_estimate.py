@@ -16,6 +16,7 @@ from megatron.compression.auto.estimate import (
     parse_megatron,
 )
 from megatron.compression.auto.messages import MessageKind
+from megatron.compression.codecs import parse_codec
 from megatron.compression.patches import symbols
 
 BASE = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16
@@ -255,3 +256,12 @@ def test_bytes_inside_a_node_and_between_two(operation: str, inside: int, betwee
     slow_between = Group(8, 4, Cluster(4, intra=FAST, inter=SLOW))
     assert slow_inside.seconds(operation, 800) == pytest.approx(inside)
     assert slow_between.seconds(operation, 800) == pytest.approx(between)
+
+
+def test_two_ranks_send_each_other_all_that_they_have() -> None:
+    """A sum in one exchange: each sends the payload of the whole tensor."""
+    codec = parse_codec("int8")
+    values = 2**20
+    group = Group(2, 2, Cluster(2, intra=SLOW, inter=FAST))
+    seconds = group._sum_of_two(codec, values, torch.bfloat16)
+    assert seconds == pytest.approx(codec.payload_bytes((values,)), rel=1e-4)
