@@ -65,6 +65,12 @@ class TestCounts:
             "tp.backward all_gather": 136,
         }
 
+    def test_full_recomputation_sends_the_forward_messages_twice(self):
+        once = counts()
+        again = counts(recompute_granularity="full")
+        assert again["tp.forward all_reduce"] == 2 * once["tp.forward all_reduce"] > 0
+        assert again["tp.backward all_reduce"] == once["tp.backward all_reduce"]
+
     def test_stages(self):
         """1F1B sends the first message, 15 exchanges and the last: half of it in each direction."""
         two_stages = {
