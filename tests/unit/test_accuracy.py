@@ -283,7 +283,7 @@ def test_the_first_loss_with_compressed_weights_is_the_uncompressed_one(trained)
 
 @pytest.fixture(scope="module")
 def repeated(tokens, tmp_path_factory) -> tuple[list[dict], dict]:
-    """Two runs of six steps from one seed, and the last three steps from a checkpoint of the second."""
+    """Two runs of six steps from one seed; a third does the last three from a checkpoint."""
     checkpoint = tmp_path_factory.mktemp("checkpoint") / "half.pt"
     trainer = small_trainer(tokens, torch.bfloat16, steps=6, batch=2)
     setting = setting_of("int4:group=64")
@@ -321,7 +321,7 @@ def _record(name: str, seed: int, valid: float, kind: str = "ending") -> dict:
 
 
 def records_of_two_seeds() -> list[dict]:
-    """Uncompressed runs of seeds 0 and 1, taco's of these, and taco's of a seed without a partner."""
+    """Uncompressed runs of seeds 0 and 1, taco's of these, and one of taco without a partner."""
     return [
         _record("none", 0, 2.0, "scratch"),
         _record("none", 1, 4.0, "scratch"),

@@ -1,4 +1,4 @@
-"""scripts/bench_end_to_end.py: settings, which of them share a run, what a failure costs, the table."""
+"""scripts/bench_end_to_end.py: settings, which share a run, what a failure costs, the table."""
 
 import json
 import sys
@@ -89,7 +89,7 @@ def test_the_table_of_nothing() -> None:
     assert bench.table([], TRAFFIC, "none") == "No rows."
 
 
-# Stands for torch.distributed.run and its ranks. int9 is refused at the start; a block of int6 hangs.
+# Stands for torch.distributed.run and its ranks: int9 is refused at the start, int6 hangs.
 RUN = """
 import json, os, pathlib, sys, time
 if "int9" in os.environ["BENCH_ORDER"]:

@@ -80,7 +80,7 @@ def test_a_sum_is_encoded_by_the_second_codec(spec: str) -> None:
     assert payload.shape == (1, second.payload_bytes(shape))
     decoded = second.decode(payload, shape, torch.float32)
     reference = second.decode(second.encode(exact_sum), shape, torch.float32)
-    # Inside the Hadamard domain the sum is not rotated back and forth: nearly, not exactly, the same.
+    # Sums inside the Hadamard domain are not rotated back and forth: they are nearly the same.
     assert (decoded - reference).norm() < 0.05 * exact_sum.norm()
 
 

@@ -182,7 +182,8 @@ def test_impossible_settings(settings: dict, message: str) -> None:
         (
             {"compression": "none:outer=int8"},
             {},
-            "--dp-compression outer=int8 is for the sums .*; add --num-distributed-optimizer-instances N, or",
+            "--dp-compression outer=int8 is for the sums .*; add "
+            "--num-distributed-optimizer-instances N, or",
         ),
         ({"compression": "none:outer=lossless"}, {"fp16": True, **INSTANCES}, "has 5; use --bf16"),
         (ON, {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),

@@ -252,8 +252,9 @@ def test_quoted_lines_are_what_a_run_prints(name, quoted, sources):
 NUMBER = re.compile(r"\b\d\.\d\d\b")
 COST = re.compile(r"\+\d\.\d+")
 ADVICE = (
-    "For your own runs over slow links take `int8`; over NVLink leave compression off. `--taco` is the "
-    "codec of the TACO paper: take it to reproduce the paper. `int8` is smaller, as fast, and costs a "
+    "For your own runs over slow links take `int8`; over NVLink leave compression off. "
+    "`--taco` is the codec of the TACO paper: take it to reproduce the paper. "
+    "`int8` is smaller, as fast, and costs a "
     "sixth (pretrained model) to a fourteenth (small model) of its loss"
 )
 

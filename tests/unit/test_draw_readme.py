@@ -1,4 +1,4 @@
-"""scripts/draw_readme.py: benchmarks' rows go into docs/results/today.csv, and the picture comes from it."""
+"""scripts/draw_readme.py: benchmarks' rows go into today.csv, and the picture comes from it."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ def bench_row(words: str, codec: str, times: tuple[float, float, float], **more)
     return row | more
 
 
-# The file ----------------------------------------------------------------------------------------------
+# The file.
 
 
 def test_the_file_is_as_it_would_be_written(today) -> None:
@@ -177,7 +177,7 @@ def test_rows_are_read_back(tmp_path: Path) -> None:
     assert draw_readme.read_rows(tmp_path / "rows.json") == rows
 
 
-# The picture and the pages --------------------------------------------------------------------------------
+# The picture and the pages.
 
 
 @pytest.mark.parametrize("bar", draw_readme.BARS, ids=lambda bar: bar.label)

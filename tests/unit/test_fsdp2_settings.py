@@ -12,7 +12,8 @@ from megatron.compression.fsdp2 import attach
     [
         (
             {"gather": "gradients-4bit"},
-            "gather gradients-4bit is a recipe for gradients; give it as reduce, and lossless or int8 for "
+            "gather gradients-4bit is a recipe for gradients; give it as reduce, and lossless "
+            "or int8 for "
             "the weights",
         ),
         (
@@ -25,7 +26,8 @@ from megatron.compression.fsdp2 import attach
         ),
         (
             {"gather": "sdp4bit"},
-            "gather sdp4bit: SDP4Bit sends differences to the last weights, which FSDP2 frees after each "
+            "gather sdp4bit: SDP4Bit sends differences to the last weights, which FSDP2 frees "
+            "after each "
             "use; use lossless or int8",
         ),
         (

@@ -104,11 +104,14 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     )
     forward, backward = _run()
     assert ", ".join(forward).replace(" tp.forward", "") == (
-        "A1 computes, A1 start, A2 computes, A1 halfway, A2 start, A1 arrived, MM1 computes, A2 halfway, "
-        "MM1 start, A2 arrived, MM2 computes, MM1 halfway, MM2 start, MM1 arrived, MM2 halfway, MM2 arrived"
+        "A1 computes, A1 start, A2 computes, A1 halfway, A2 start, A1 arrived, MM1 computes, "
+        "A2 halfway, "
+        "MM1 start, A2 arrived, MM2 computes, MM1 halfway, MM2 start, MM1 arrived, MM2 "
+        "halfway, MM2 arrived"
     )
     assert ", ".join(backward).replace(" tp.backward", "") == (
-        "MM2 back, MM2 start, MM2 halfway, MM1 back, MM1 start, MM1 halfway, MM2 arrived, A2 back, A2 start, "
+        "MM2 back, MM2 start, MM2 halfway, MM1 back, MM1 start, MM1 halfway, MM2 arrived, A2 "
+        "back, A2 start, "
         "A2 halfway, MM1 arrived, A1 back, A1 start, A1 halfway, A2 arrived, A1 arrived"
     )
     assert len(noted) == 8, "two weights a block and half"
@@ -144,7 +147,7 @@ def test_halves_of_a_caat_net_are_refused() -> None:
 
 
 def test_what_passes() -> None:
-    """Halves without a codec, and what the log says of them; full recomputation, of core attention too."""
+    """Halves need no codec; the log names them; attention alone may be recomputed."""
     config = resolve(parsed(*HALVES, **CORE_AGAIN))
     assert config.tensor_parallel.halves and not config.enabled
     assert "uncompressed" in config.describe(parsed())[0]

@@ -182,7 +182,7 @@ class SiteLinear(torch.nn.Module):
 
 
 def test_a_block_of_one_half_enters_few_python_frames() -> None:
-    """Halves launch twice as many blocks. Frames of codec and exchanges, of both directions, count."""
+    """Halves launch twice as many blocks. Frames of codec and exchanges count, both ways."""
     layers = [HalvedMlp() for _ in range(4)]
     blocks = [Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in layers for _ in range(2)]
     frames: list[str] = []
@@ -227,7 +227,8 @@ def test_codecs_communication_and_fsdp2_need_torch_and_triton_alone() -> None:
     program = (
         "import sys; sys.modules['megatron.core'] = sys.modules['megatron.training'] = None\n"
         "import megatron.compression.communication, megatron.compression.codecs as codecs\n"
-        "import megatron.compression.communication.topology, megatron.compression.communication.audit\n"
+        "import megatron.compression.communication.topology\n"
+        "import megatron.compression.communication.audit\n"
         "from megatron.compression.fsdp2.attach import DataParallelConfig, attach\n"
         "DataParallelConfig(compression='tagc', weights='lossless').rules(0)\n"
         "print(codecs.parse_codec('int5/int6').name, len(codecs.CODECS.names()))"

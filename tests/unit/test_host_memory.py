@@ -1,4 +1,4 @@
-"""Host memory's protocol and order, with a stand-in for the CUDA driver that runs what was launched in any
+"""Host memory's protocol and order, on a stand-in for the CUDA driver that runs launches in any
 order that streams, events and graphs allow."""
 
 import ctypes

@@ -125,7 +125,10 @@ INT4 = {
 def test_the_table_shows_loss_and_traffic() -> None:
     """A class of traffic that only some settings have is zero elsewhere."""
     text = losses.table([NONE, INT4], BASELINE)
-    columns = "| setting | seed | validation loss | against none | test loss | pp.forward MB | of uncompressed"
+    columns = (
+        "| setting | seed | validation loss | against none | test loss | pp.forward MB | of "
+        "uncompressed"
+    )
     assert f"{columns} | pp.backward MB" in text
     assert "| int4 int6 | 1 | 4.1000 | +2.50% | 4.2000 | 0.500 | 0.250 | 2.000 | 1.000 |" in text
     assert "| none | 1 | 4.0000 | - | 4.1000 | 2.000 | 1.000 | 0.000 | 0.000 |" in text
@@ -142,7 +145,8 @@ def test_the_table_says_what_a_seed_alone_changes() -> None:
     ("line", "short"),
     [
         (
-            " validation loss at iteration 30 | lm loss value: 6.145814E+00 | lm loss PPL: 4.6E+02 | \n",
+            " validation loss at iteration 30 | lm loss value: 6.145814E+00 | lm loss PPL: "
+            "4.6E+02 | \n",
             "iteration 30: loss 6.1458",
         ),
         (

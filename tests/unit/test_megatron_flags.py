@@ -1,4 +1,4 @@
-"""Megatron's own command line in pretrain_gpt.py: its flags beside ours, whole words, one-line refusals.
+"""Megatron's own command line in pretrain_gpt.py: its flags beside ours, one-line refusals.
 
 That launch scripts of Megatron's users parse: tests/distributed/test_launch_scripts.py.
 """

@@ -29,7 +29,7 @@ def _error_of(tensor: torch.Tensor, codec: Codec | None = None) -> float:
 
 @pytest.mark.parametrize("shape", [(8, 2, 64), (3, 128), (50,), (300, 7)])
 def test_small_tensor_is_measured_in_whole_groups(shape) -> None:
-    """The error is the codec's on the same values; what is left over after the last group is not seen."""
+    """The error is the codec's on the same values; those after the last whole group do not count."""
     x = _values(*shape)
     codec = _codec()
     seen = x.reshape(-1)[: x.numel() // GROUP * GROUP or None]
@@ -65,7 +65,7 @@ def test_an_outlier_does_not_hide_what_its_group_loses() -> None:
 
 
 def test_overflow_of_the_input_is_not_the_codecs_error() -> None:
-    """Groups that come in with Inf or NaN (fp16, before the loss scaler has found its scale) are left out."""
+    """Groups with Inf or NaN do not count: fp16 has them until the loss scaler has its scale."""
     x = _values(16, GROUP)
     clean = _error_of(x[2:])
     x[0, 3] = float("inf")
@@ -98,36 +98,65 @@ def test_codec_that_makes_nan_of_finite_values_passes_any_bound() -> None:
     assert list(errors.decide()) == [SITE]
 
 
-def test_only_what_passes_the_bound_goes_uncompressed() -> None:
-    """int4 passes a bound of 0.05, fp8 does not; each decision is told once and kept; nor does what has no
-    bound."""
+BACKWARD = (SITE[0], "tp.backward")
+
+
+@pytest.fixture
+def measured() -> ErrorMeter:
+    """A meter with a bound of 0.05, under which fp8 is and over which int4 is.
+
+    The forward is fp8, the backward int4, and so are tokens, which have no bound.
+    """
     errors = ErrorMeter(0.05, 10)
-    backward = (SITE[0], "tp.backward")
     errors.measure(*SITE, _values(4, GROUP), _codec())
-    errors.measure(*backward, _values(4, GROUP), _codec("int4"))
+    errors.measure(*BACKWARD, _values(4, GROUP), _codec("int4"))
     errors.measure("tokens", "ep.forward", _values(4, GROUP), _codec("int4"), bounded=False)
-    new = errors.decide()
-    assert list(new) == [backward] and 0.05 < new[backward] < 0.5
-    assert errors.decide() == {} and errors.tripped == new
+    return errors
+
+
+def test_only_what_passes_the_bound_goes_uncompressed(measured) -> None:
+    decisions = measured.decide()
+    assert list(decisions) == [BACKWARD]
+    assert 0.05 < decisions[BACKWARD] < 0.5
+
+
+def test_a_decision_is_told_once_and_stands(measured) -> None:
+    decisions = measured.decide()
+    assert measured.decide() == {}
+    assert measured.tripped == decisions
+
+
+def test_decisions_come_back_from_a_checkpoint(measured) -> None:
+    measured.decide()
     restored = ErrorMeter(0.05, 10)
-    restored.restore(errors.state())
-    assert restored.tripped == errors.tripped
+    restored.restore(measured.state())
+    assert restored.tripped == measured.tripped
 
 
-def test_measures_once_before_each_log_line() -> None:
-    """The last iteration of an interval, its first message; never without an interval. Samples add up, and
-    can be forgotten."""
+def test_the_last_iteration_of_an_interval_is_measured() -> None:
     errors = ErrorMeter(interval=5)
     assert [i for i in range(12) if errors.due(*SITE, i)] == [4, 9]
-    assert not errors.due(*SITE, 9) and errors.due(SITE[0], "tp.backward", 9)
+
+
+def test_of_an_iteration_the_first_message_of_each_direction_is_measured() -> None:
+    errors = ErrorMeter(interval=5)
+    assert errors.due(*SITE, 9)
+    assert not errors.due(*SITE, 9)
+    assert errors.due(*BACKWARD, 9)
+
+
+def test_without_an_interval_nothing_is_measured() -> None:
     assert not ErrorMeter().due(*SITE, 0)
+
+
+def test_samples_add_up_and_can_be_forgotten() -> None:
+    errors = ErrorMeter(interval=5)
     errors.measure(*SITE, 3 * _values(1, GROUP), _codec())
     forget = errors.snapshot()
     (first,) = errors.rows()
     errors.measure(*SITE, _values(1, GROUP, seed=1), _codec("int4"))
-    assert (
-        errors.rows()[0]["samples"] == 2
-        and errors.rows()[0]["relative_error"] > first["relative_error"]
-    )
+    (both,) = errors.rows()
+    assert both["samples"] == 2
+    assert both["relative_error"] > first["relative_error"]
     forget()
     assert errors.rows() == [first]

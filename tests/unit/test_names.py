@@ -29,7 +29,8 @@ def refusal() -> SettingError:
 def test_a_refusal_names_flags_until_a_front_end_spells_it() -> None:
     """The error itself is in the words of the command line."""
     assert str(refusal()) == (
-        "--tp-compression-overlap halves needs --transformer-impl local: other layers wait for a sum; "
+        "--tp-compression-overlap halves needs --transformer-impl local: other layers wait for "
+        "a sum; "
         "give local, or drop --tp-compression-overlap"
     )
 
@@ -85,7 +86,7 @@ def test_what_a_user_typed_is_shown_as_it_is() -> None:
 
 
 def test_refusals_survive_a_process_and_a_copy_of_their_text() -> None:
-    """Ranks hand exceptions over by pickle; megatron-core makes another of a module's, from its text."""
+    """Ranks hand errors over by pickle; megatron-core makes a new one from a module's text."""
     error = pickle.loads(pickle.dumps(refusal()))
     assert str(error) == str(refusal())
     text = f"{error} when instantiating Attention"
@@ -101,7 +102,7 @@ def test_every_setting_has_a_name_in_each_front_end() -> None:
 
 
 def test_settings_of_every_parallelism_are_exported_and_have_help() -> None:
-    """A user writes ``from megatron.compression import TensorParallelConfig``, and reads a flag's help."""
+    """Users import ``TensorParallelConfig`` from megatron.compression, and read a flag's help."""
     for kind in PARALLELISMS.values():
         config = getattr(compression, kind.config)
         assert config.parallelism is kind and kind.config in compression.__all__

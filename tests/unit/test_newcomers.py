@@ -15,9 +15,12 @@ from tests.distributed.launch import tiny_flags
 
 
 def line_of(monkeypatch, flags: str, without: str = "", ranks: int = 1) -> str:
-    """The line that a run of ``ranks`` with the tiny model's flags and ``flags`` ends with.
+    """Return the line that a run of the tiny model ends with.
 
     Args:
+        monkeypatch: sets the command line and the environment.
+        flags: flags besides the tiny model's.
+        ranks: how many ranks the run has.
         without: a flag of the tiny model to leave out, with its value.
     """
     words = tiny_flags(*flags.split())
@@ -47,30 +50,35 @@ def line_of(monkeypatch, flags: str, without: str = "", ranks: int = 1) -> str:
         (
             "--tensor-model-parallel-size 4",
             2,
-            "--tensor-model-parallel-size 4 needs a multiple of 4 ranks, but 2 ranks were started: torchrun "
+            "--tensor-model-parallel-size 4 needs a multiple of 4 ranks, but 2 ranks were "
+            "started: torchrun "
             "--nproc-per-node 4, or lower the sizes",
         ),
         (
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
             1,
-            "--tensor-model-parallel-size 2 times --pipeline-model-parallel-size 2 needs a multiple of 4 "
+            "--tensor-model-parallel-size 2 times --pipeline-model-parallel-size 2 needs a "
+            "multiple of 4 "
             "ranks, but 1 rank was started: torchrun --nproc-per-node 4, or lower the sizes",
         ),
         (
             "--global-batch-size 4",
             3,
-            "--global-batch-size 4 is not a multiple of --micro-batch-size 2 times 3 data-parallel ranks: "
+            "--global-batch-size 4 is not a multiple of --micro-batch-size 2 times 3 "
+            "data-parallel ranks: "
             "give a multiple of 6",
         ),
         (
             "--pipeline-model-parallel-size 2 --num-layers 3",
             2,
-            "--num-layers 3 is not a multiple of --pipeline-model-parallel-size 2: change one of them",
+            "--num-layers 3 is not a multiple of --pipeline-model-parallel-size 2: change one "
+            "of them",
         ),
         (
             "--context-parallel-size 2 --seq-length 30",
             2,
-            "--seq-length 30 is not a multiple of 2 times --context-parallel-size 2: change one of them",
+            "--seq-length 30 is not a multiple of 2 times --context-parallel-size 2: change "
+            "one of them",
         ),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31",
@@ -95,7 +103,8 @@ def test_a_size_that_the_ranks_cannot_hold(monkeypatch, flags, ranks, line) -> N
     [
         (
             "--hidden-size 100 --num-attention-heads 3",
-            "--hidden-size 100 is not a multiple of --num-attention-heads 3: give heads that divide it, such "
+            "--hidden-size 100 is not a multiple of --num-attention-heads 3: give heads that "
+            "divide it, such "
             "as 2, or the size of a head by --kv-channels",
         ),
         (
@@ -123,12 +132,13 @@ def test_a_size_that_the_ranks_cannot_hold(monkeypatch, flags, ranks, line) -> N
         ),
         (
             "--num-experts 4 --expert-model-parallel-size 3",
-            "--num-experts 4 is not a multiple of --expert-model-parallel-size 3: change one of them",
+            "--num-experts 4 is not a multiple of --expert-model-parallel-size 3: change one "
+            "of them",
         ),
     ],
 )
 def test_a_number_that_does_not_fit(monkeypatch, flags, line) -> None:
-    """Megatron says these with an expression, without numbers, or by a trace once the model is built."""
+    """Megatron's own errors have an expression, no numbers, or come once the model is built."""
     assert line_of(monkeypatch, flags).startswith(line)
 
 
@@ -138,7 +148,8 @@ def test_a_number_that_does_not_fit(monkeypatch, flags, line) -> None:
         (
             "--save /tmp/checkpoints",
             "",
-            "--save needs --save-interval, the iterations between checkpoints, such as --save-interval 1000: "
+            "--save needs --save-interval, the iterations between checkpoints, such as "
+            "--save-interval 1000: "
             "give it, or drop --save",
         ),
         ("", "--lr", "--lr is missing: give the learning rate, such as --lr 1e-4"),
@@ -155,12 +166,14 @@ def test_a_number_that_does_not_fit(monkeypatch, flags, line) -> None:
         (
             "--expert-model-parallel-size 2",
             "",
-            "--expert-model-parallel-size needs a mixture of experts: add --num-experts N, or drop it",
+            "--expert-model-parallel-size needs a mixture of experts: add --num-experts N, or "
+            "drop it",
         ),
         (
             "--overlap-param-gather",
             "",
-            "--overlap-param-gather only supported with distributed optimizer, megatron fsdp, or dist_muon: "
+            "--overlap-param-gather only supported with distributed optimizer, megatron fsdp, "
+            "or dist_muon: "
             "add --use-distributed-optimizer, or drop it",
         ),
     ],
@@ -176,5 +189,8 @@ def test_gradients_that_megatron_does_not_divide_are_refused(monkeypatch) -> Non
     flags = (
         "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
     )
-    line = "--calculate-per-token-loss does not work with --use-torch-fsdp2: this megatron-core does not"
+    line = (
+        "--calculate-per-token-loss does not work with --use-torch-fsdp2: this megatron-core "
+        "does not"
+    )
     assert line_of(monkeypatch, f"{flags} --calculate-per-token-loss").startswith(line)

@@ -1,4 +1,4 @@
-"""What both projects of this repository, megatron-taco and taco-kernels, say of themselves, once each."""
+"""What both projects of this repository, megatron-taco and taco-kernels, say of themselves."""
 
 import re
 import tomllib
@@ -16,7 +16,7 @@ PROJECTS = ("pyproject.toml", "taco_kernels/pyproject.toml")
 
 @pytest.mark.parametrize("path", PROJECTS)
 def test_a_project_takes_its_version_from_the_package(path: str) -> None:
-    """``taco_kernels.__version__`` is the one place; builds read it without importing the package."""
+    """``taco_kernels.__version__`` is the only one; builds read it without an import."""
     description = tomllib.loads((ROOT / path).read_text())
     assert "version" not in description["project"]
     assert "version" in description["project"]["dynamic"]

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: settings and what is refused; channels that are normalised; sends under way."""
+"""Pipeline parallelism: settings and refusals, channels that are normalised, sends under way."""
 
 import dataclasses
 import weakref
@@ -62,51 +62,88 @@ def test_two_codecs_of_a_sum_are_refused() -> None:
         PipelineParallelConfig(compression="int4/int6")
 
 
-def test_channels_that_do_not_fit() -> None:
-    """Refused before the first iteration, with the flag, the sizes and the fix; not where nothing is sent."""
-    config = PipelineParallelConfig(compression="pipeline-6bit")
-    config.check(ARGS)
-    odd = Namespace(**{**vars(ARGS), "hidden_size": 80})
+RECIPE = PipelineParallelConfig(compression="pipeline-6bit")
+ODD = Namespace(**{**vars(ARGS), "hidden_size": 80})
+"""A run whose channels are not whole groups of the recipe's 64."""
+
+
+def test_channels_that_fit_are_accepted() -> None:
+    RECIPE.check(ARGS)
+
+
+def test_channels_that_do_not_fit_are_refused_in_one_line() -> None:
+    """The error names the flag, the sizes and the fix."""
     line = rf"--pp-compression {PIPELINE} does not fit messages of \[32, 2, 80\] .*"
     with pytest.raises(CompressionConfigError, match=line + "change the codec's settings") as error:
-        config.check(odd)
+        RECIPE.check(ODD)
     assert "\n" not in str(error.value)
-    PipelineParallelConfig(compression="tah-quant").check(odd)
-    config.check(Namespace(**{**vars(odd), "pipeline_model_parallel_size": 1}))
 
 
-def test_normalized_channels_keep_what_tells_tokens_apart() -> None:
-    """4 bits of a large common part are worthless; standardised they are not."""
+def test_a_codec_of_any_channels_is_accepted() -> None:
+    PipelineParallelConfig(compression="tah-quant").check(ODD)
+
+
+def test_one_stage_sends_nothing_and_is_accepted() -> None:
+    RECIPE.check(Namespace(**{**vars(ODD), "pipeline_model_parallel_size": 1}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "smallest", "largest"),
+    [("hadamard=off", 0.75, 9.0), ("normalize=standardize", 0.0, 0.15)],
+)
+def test_normalized_channels_keep_what_tells_tokens_apart(settings, smallest, largest) -> None:
+    """Tokens differ by a tenth of a part that all share. 4 bits of the sum keep nothing of it.
+
+    The error is relative to the difference between tokens.
+    """
     generator = torch.Generator().manual_seed(0)
-    mean, apart = (torch.randn(shape, generator=generator) for shape in ((192,), (64, 4, 192)))
-    x = 10 * mean + apart
-    for settings, least, most in (
-        ("hadamard=off", 0.75, 9.0),
-        ("normalize=standardize", 0.0, 0.15),
-    ):
-        codec = parse_codec(f"int4:group=64,{settings}")
-        found = codec.decode(codec.encode(x[None]), x.shape, x.dtype)[0]
-        assert least < float((found - x).norm() / apart.norm()) < most
+    mean = torch.randn(192, generator=generator)
+    difference = torch.randn((64, 4, 192), generator=generator)
+    x = 10 * mean + difference
+    codec = parse_codec(f"int4:group=64,{settings}")
+    decoded = codec.decode(codec.encode(x[None]), x.shape, x.dtype)[0]
+    assert smallest < float((decoded - x).norm() / difference.norm()) < largest
 
 
-def test_sends_in_flight_are_waited_for_in_order() -> None:
-    """The oldest one when there are too many; all at the end; payloads are alive until then."""
-    waited = []
-    requests = [
-        SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(5)
-    ]
-    payloads = [torch.zeros(1) for _ in requests]
-    alive = [weakref.ref(payload) for payload in payloads]
-    sends = SendsInFlight(limit=2)
-    for request in requests:
-        sends.add(Work(request, [payloads.pop(0)].clear))
-    assert waited == [0, 1, 2] and [one() is not None for one in alive] == [False] * 3 + [True] * 2
-    sends.flush()
-    assert (
-        waited == [0, 1, 2, 3, 4]
-        and len(sends) == 0
-        and not any(one() is not None for one in alive)
-    )
+class TestSendsInFlight:
+    """Five sends of which two may be under way."""
+
+    @pytest.fixture
+    def waited(self) -> list[int]:
+        """The numbers of sends that were waited for."""
+        return []
+
+    @pytest.fixture
+    def sends(self, waited) -> SendsInFlight:
+        return SendsInFlight(limit=2)
+
+    @pytest.fixture
+    def payloads(self, sends, waited) -> list[weakref.ref]:
+        """Weak references to the payloads of five sends that have been added."""
+        references = []
+        for number in range(5):
+            payload = torch.zeros(1)
+            references.append(weakref.ref(payload))
+            request = SimpleNamespace(wait=lambda number=number: waited.append(number))
+            # A send holds its payload by what runs when it has ended, as the exchange's does.
+            sends.add(Work(request, [payload].clear))
+        return references
+
+    def test_the_oldest_are_waited_for_when_there_are_too_many(self, payloads, waited) -> None:
+        assert waited == [0, 1, 2]
+
+    def test_payloads_live_as_long_as_their_sends(self, payloads) -> None:
+        is_alive = [payload() is not None for payload in payloads[:4]]
+        assert is_alive == [False, False, False, True]
+
+    def test_a_flush_waits_for_all_in_order(self, sends, payloads, waited) -> None:
+        sends.flush()
+        assert waited == [0, 1, 2, 3, 4]
+        assert len(sends) == 0
+
+    def test_a_flush_frees_payloads(self, sends, payloads) -> None:
+        sends.flush()
+        assert not any(payload() is not None for payload in payloads)
 
 
 @pytest.mark.parametrize("traffic", [FORWARD, BACKWARD])

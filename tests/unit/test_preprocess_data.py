@@ -57,7 +57,7 @@ def records(path: Path) -> list[dict]:
 
 
 class Steps:
-    """Stands for the three steps of ``_corpus.prepare``: notes which ran, and writes small files."""
+    """Stands for the three steps of ``_corpus.prepare``: notes which ran, writes small files."""
 
     def __init__(self, monkeypatch) -> None:
         self.ran: list[str] = []
@@ -142,7 +142,7 @@ def test_half_a_file_is_made_again(tmp_path: Path, monkeypatch, damaged, made_ag
 def test_files_without_a_manifest_are_not_trusted(
     tmp_path: Path, monkeypatch, capsys, manifest
 ) -> None:
-    """A run that was killed while it wrote the text leaves a part of it, and no manifest that names it."""
+    """A run that is killed while it writes leaves a part of the text, and no manifest of it."""
     steps = Steps(monkeypatch)
     (tmp_path / "train.jsonl").write_text("half")
     if manifest is not None:
@@ -245,7 +245,7 @@ def test_documents_keep_their_order(tmp_path, workers):
 
 
 def test_each_key_gets_its_dataset_without_empty_texts(tmp_path, capsys):
-    """A byte-order mark, Windows line ends and blank lines are read over; empty texts are counted."""
+    """A byte-order mark, Windows line ends and blank lines are skipped; empty texts are counted."""
     data = tmp_path / "a.jsonl"
     lines = [
         b'\xef\xbb\xbf{"title": "7", "body": "1 2"}\r\n',

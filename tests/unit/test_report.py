@@ -116,7 +116,7 @@ def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) 
 
 
 def test_history_survives_a_full_disk(tmp_path, monkeypatch) -> None:
-    """A row that could not be written is kept and written later, behind the half line that was left."""
+    """A row that could not be written is written later, behind the half line that is there."""
     history = History(tmp_path)
     real = open
     history.append({"iteration": 1, "losses": {}})
@@ -221,7 +221,8 @@ def test_losses_without_a_common_iteration_are_explained(tmp_path, capsys) -> No
     printed = capsys.readouterr().out
     assert "training loss, iteration" not in printed
     assert (
-        "No training loss is compared: the runs logged it at different iterations (1 to 2 in steps of 1 "
+        "No training loss is compared: the runs logged it at different iterations (1 to 2 in "
+        "steps of 1 "
         "and 101 to 103 in steps of 1); run both with the same --log-interval"
     ) in printed
 
@@ -280,7 +281,7 @@ def test_a_damaged_line_of_a_history_is_left_out(content: str, tmp_path) -> None
 
 
 def test_numbers_that_json_lacks(tmp_path) -> None:
-    """A NaN loss and an infinite error are null in both files, and a later comparison reads them."""
+    """A NaN loss and an infinite error are null in both files; a later comparison reads them."""
     report = _report() | {
         "settings": {"compression": {"tensor_parallel": {"codec": "int6"}}, "lr": None}
     }

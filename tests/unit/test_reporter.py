@@ -1,4 +1,4 @@
-"""The reporter over a run of one rank: means, times, what it says once, and that it never ends a run."""
+"""The reporter over a run of one rank: means, times, lines; it never ends a run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""scripts/setup.sh: which Python it takes, and what it says when something is missing. scripts/demo.sh."""
+"""scripts/setup.sh: which Python it takes, and its lines when something is missing. demo.sh."""
 
 import hashlib
 import os
@@ -62,7 +62,7 @@ def stamped_venv(script: Path, *stamps: str) -> Path:
 
 
 def interpreter(path: Path, version: tuple[int, int]) -> Path:
-    """A stand-in that answers the version question like Python `version` and can do nothing else."""
+    """Write a stand-in that answers the question for a version as Python `version` does."""
     status = 0 if (3, 12) <= version <= (3, 13) else 1
     answers = f'case "$*" in *version_info*) exit {status};; --version) echo Python; exit 0;; esac'
     return executable(path, f"{answers}\necho made by $0; exit 9")
@@ -114,13 +114,16 @@ def test_transformer_engine_needs_a_compiler(tmp_path) -> None:
     venv = stamped_venv(script, STAMP)
     done = run(script, "--with-transformer-engine", CXX="no-such-compiler")
     assert done.returncode != 0 and not (venv / f"{STAMP}-engine").exists()
-    line = "error: --with-transformer-engine: no C++ compiler; install one (apt-get install g++), or set CXX"
+    line = (
+        "error: --with-transformer-engine: no C++ compiler; install one (apt-get install g++), "
+        "or set CXX"
+    )
     assert done.stderr.splitlines()[-1] == line
 
 
 @pytest.fixture
 def demo(tmp_path) -> Path:
-    """scripts/demo.sh with a set-up that does nothing, and a Python that prints its command line."""
+    """scripts/demo.sh with a set-up that does nothing and a Python that prints its arguments."""
     script = tmp_path / "scripts" / "demo.sh"
     executable(tmp_path / "scripts" / "setup.sh", "echo setup: done")
     executable(tmp_path / ".venv" / "bin" / "python", 'echo "python $*"; exit ${STATUS:-0}')

@@ -29,7 +29,7 @@ def attentions(groups: int, **changes) -> tuple[SDPACoreAttention, DotProductAtt
 
 
 def random_qkv(groups: int, dtype=torch.float32) -> list[torch.Tensor]:
-    """Query [s, b, heads, d], key and value [s, b, groups, d], as the views that a split of qkv gives."""
+    """Return views of one qkv: query [s, b, heads, d], key and value [s, b, groups, d]."""
     generator = torch.Generator(DEVICE).manual_seed(3)
     shape = (SEQUENCE, BATCH, groups, (HEADS // groups + 2) * HEAD_DIM)
     mixed = torch.randn(shape, generator=generator).to(dtype)
@@ -39,7 +39,7 @@ def random_qkv(groups: int, dtype=torch.float32) -> list[torch.Tensor]:
 
 
 def document_mask() -> torch.Tensor:
-    """Causal inside documents that end at different places in each sample: [b, 1, s, s], True = hidden."""
+    """Return the mask of documents that end differently a sample: [b, 1, s, s], True = hidden."""
     mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool().repeat(BATCH, 1, 1)
     for sample in range(BATCH):
         mask[sample, 4 + sample :, : 4 + sample] = True
@@ -145,7 +145,7 @@ def test_refusals_at_run_time() -> None:
 
 @pytest.mark.parametrize("norm", [TorchLayerNorm, TorchRMSNorm])
 def test_gamma_and_dtypes(norm) -> None:
-    """A stored gamma less 1; bf16 is the fp32 result rounded; an fp32 residual gives the weights' dtype."""
+    """Gamma is stored less 1; bf16 is fp32 rounded; an fp32 residual gives the weights' dtype."""
     plain = norm(config(), 48)
     centred = norm(config(layernorm_zero_centered_gamma=True), 48)
     assert (plain.weight == 1).all() and (centred.weight == 0).all()

@@ -1,4 +1,4 @@
-"""Models of torch-native layers against megatron-core's local spec, and the flags that choose among them."""
+"""Models of torch-native layers against megatron-core's local spec; the flags that choose."""
 
 from argparse import Namespace
 

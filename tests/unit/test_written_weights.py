@@ -1,4 +1,4 @@
-"""How a bucket tells that weights were written since the optimizer's step: every such write is seen."""
+"""A bucket sees every write to weights since the optimizer's step."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def exchange_neighbours(matrix: torch.Tensor) -> None:
 
 
 def exchange_two_rows(matrix: torch.Tensor) -> None:
-    """As where neurons or heads are put in another order."""
+    """Exchange rows, as a new order of neurons or heads does."""
     matrix[[1, 4]] = matrix[[4, 1]]
 
 

@@ -1,4 +1,4 @@
-"""Tensors on which the lossless layout is tried, equality that looks at bits, and kernels by both."""
+"""Tensors on which the lossless layout is tried, equality of bits, and kernels tested by both."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def random_bits(
 def cases(
     rows: int, numel: int, dtype: torch.dtype, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor ``[rows, numel]``) of ordinary values, of extreme ones, and of some that do not fit."""
+    """Yield (name, tensor ``[rows, numel]``): ordinary, extreme, and values that do not fit."""
     generator = torch.Generator().manual_seed(seed)
 
     def gaussian() -> torch.Tensor:

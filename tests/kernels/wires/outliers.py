@@ -1,4 +1,4 @@
-"""Operations on values with outliers among them, against the reference: for any device's kernels."""
+"""Operations on values with outliers against the reference, for any device's kernels."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -157,7 +157,7 @@ NORMALISED = CodecConfig("int6", 64, "single", hadamard=False, outliers=True)
 
 
 def check_values_apart(encode, decode, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Values apart in a channel whose others are equal arrive, and the other channels are not disturbed.
+    """Values apart in a channel of equal values arrive, and disturb no other channel.
 
     Args:
         encode: channel_norm's.

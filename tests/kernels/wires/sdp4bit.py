@@ -87,7 +87,7 @@ class Operations(NamedTuple):
         return 0.002 if self.device == "cpu" else 0.0
 
     def values(self, damaged: bool) -> torch.Tensor:
-        """[3, 2, numel], strided in both upper dimensions; zeros, and a row over 20 decades among them."""
+        """Return [3, 2, numel], strided in two dimensions; with zeros and a row over 20 decades."""
         generator = torch.Generator().manual_seed(self.numel + damaged)
         wide = torch.randn(2, 3, self.numel + 32, generator=generator)
         wide[1, 1] *= torch.logspace(-20, 0, self.numel + 32)
@@ -118,7 +118,7 @@ class Operations(NamedTuple):
         reference.sum_dequantize(senders, self.format, expected, 1 / 3)
         torch.testing.assert_close(out, expected, rtol=ULP[self.dtype], atol=1e-6, equal_nan=True)
         assert bool(out.isnan().any()) == damaged
-        # The interpreter rounds fp32 to fp16 as devices do, though not to bf16, which it cuts off to.
+        # The interpreter rounds fp32 to fp16 as devices do; to bf16 it cuts off.
         if self.device == "cpu" and self.dtype == torch.float16:
             assert torch.equal(out.nan_to_num(), expected.nan_to_num()), "rounded after the scale"
 
@@ -129,7 +129,7 @@ class Operations(NamedTuple):
         assert_alike(expected, result, target, self.numel, self.ties)
 
     def check_differences(self, change: torch.Tensor) -> None:
-        """Differences of weights that ``change`` [numel], made small, turns into others; and adding them."""
+        """Check differences of weights that a small ``change`` [numel] moves, and adding them."""
         format = GroupFormat(self.format.bits, self.format.group_size)
         generator = torch.Generator().manual_seed(self.numel)
         old = torch.randn(self.numel, generator=generator).to(self.device, self.dtype)

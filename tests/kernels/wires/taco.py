@@ -130,7 +130,7 @@ def check_sums(
     into: Sequence[CodecConfig],
     decoded: bool = True,
 ) -> None:
-    """Compare ``decode_sum_encode`` and ``decode_sum``, of all senders and of two, with the reference's.
+    """Compare ``decode_sum_encode`` and ``decode_sum``, of all senders and of two.
 
     Args:
         kernels: module with both functions.

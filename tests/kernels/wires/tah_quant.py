@@ -17,7 +17,10 @@ class Difference(NamedTuple):
     pivots: int
     """Tiles that are transformed in only one of the two, or by another pivot."""
     scales: float
-    """Largest difference of steps or zeros, in steps of the tile; infinite where only one is finite."""
+    """Return the largest difference of steps or zeros, in steps of the tile.
+
+    It is infinite where only one of the two is finite.
+    """
     codes: float
     """Share of codes that differ, in tiles of equal widths and pivots."""
     cells: float
