@@ -33,45 +33,78 @@ def _gradients() -> torch.Tensor:
 
 
 def worker(rank: int, world_size: int) -> dict:
-    """This rank's results of the real collectives."""
-    transport, own = TorchTransport(dist.group.WORLD), _partials(world_size)[rank]
+    """Return this rank's results of the real collectives, by codec and collective."""
+    transport = TorchTransport(dist.group.WORLD)
+    x = _partials(world_size)[rank]
     topology = find_topology(dist.group.WORLD, RANKS // NODES)
     results = {}
     for spec in SPECS:
         codec = parse_codec(spec)
-        works = [all_reduce(own, codec, transport), reduce_scatter(own, codec, transport)]
-        works.append(all_gather(own[:2], codec, transport))
-        results[spec] = [work.wait().float().numpy() for work in works]
+        works = {
+            "all-reduce": all_reduce(x, codec, transport),
+            "reduce-scatter": reduce_scatter(x, codec, transport),
+            "all-gather": all_gather(x[:2], codec, transport),
+        }
+        results[spec] = {name: work.wait().float() for name, work in works.items()}
         if not codec.sees_shape:
-            for sharded in (True, False):
-                bucket = GradientBucket(
-                    _gradients()[rank], (), 1 / RANKS, sharded, topology, Ledger()
-                )
-                CodecGradientSync(bucket, codec).start().wait()
-                results[spec].append((bucket.shard if sharded else bucket.gradients).numpy())
+            results[spec]["shard of gradients"] = _summed(rank, codec, True, topology).shard
+            results[spec]["gradients"] = _summed(rank, codec, False, topology).gradients
     return results
 
 
+def _summed(rank: int, codec, sharded: bool, topology) -> GradientBucket:
+    """Return a bucket whose gradients are summed over the ranks.
+
+    Args:
+        rank: this rank.
+        codec: of the gradients.
+        sharded: each rank needs its shard only.
+        topology: of the ranks.
+    """
+    bucket = GradientBucket(_gradients()[rank], (), 1 / RANKS, sharded, topology, Ledger())
+    CodecGradientSync(bucket, codec).start().wait()
+    return bucket
+
+
 ranks = spawned(worker, 4)
-"""What each of four ranks has."""
+"""Results of each of four ranks."""
+
+WITHOUT_SHAPE = tuple(spec for spec in SPECS if not parse_codec(spec).sees_shape)
+"""Codecs of gradients, which have no shape."""
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_simulation_has_the_bits_of_the_collectives(spec: str, ranks: list[dict]) -> None:
-    partials = _partials(4)
-    total = Exchange(Setting("s", spec, spec)).reduce(partials, "forward").float()
-    slices = Exchange(Setting("s", spec, spec, sequence_parallel=True))
-    scattered = slices.reduce(partials, "backward").float()
-    gathered = slices.gather(torch.cat([p[:2] for p in partials]), "forward").float()
-    codec = parse_codec(spec)
-    shards = whole_sum = None
-    if not codec.sees_shape:
-        shards = sum_gradients(_gradients(), codec.hops, 1 / RANKS).chunk(RANKS)
-        whole_sum = sum_gradients(_gradients(), codec.hops, 1 / RANKS, unsharded=True)
-    for rank, results in enumerate(ranks):
-        reduced, shard, whole, *gradients = (torch.from_numpy(array) for array in results[spec])
-        assert torch.equal(reduced, total)
-        assert torch.equal(shard, scattered[2 * rank : 2 * rank + 2])
-        assert torch.equal(whole, gathered)
-        if shards is not None:
-            assert torch.equal(gradients[0], shards[rank]) and torch.equal(gradients[1], whole_sum)
+def test_simulated_all_reduce_has_the_bits(spec: str, ranks: list[dict]) -> None:
+    total = Exchange(Setting("s", spec, spec)).reduce(_partials(4), "forward").float()
+    for rank in ranks:
+        assert torch.equal(rank[spec]["all-reduce"], total)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_simulated_reduce_scatter_has_the_bits(spec: str, ranks: list[dict]) -> None:
+    exchange = Exchange(Setting("s", spec, spec, sequence_parallel=True))
+    shards = exchange.reduce(_partials(4), "backward").float().chunk(4)
+    for rank, shard in zip(ranks, shards, strict=True):
+        assert torch.equal(rank[spec]["reduce-scatter"], shard)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_simulated_all_gather_has_the_bits(spec: str, ranks: list[dict]) -> None:
+    exchange = Exchange(Setting("s", spec, spec, sequence_parallel=True))
+    gathered = exchange.gather(torch.cat([part[:2] for part in _partials(4)]), "forward").float()
+    for rank in ranks:
+        assert torch.equal(rank[spec]["all-gather"], gathered)
+
+
+@pytest.mark.parametrize("spec", WITHOUT_SHAPE)
+def test_simulated_shards_of_gradients_have_the_bits(spec: str, ranks: list[dict]) -> None:
+    shards = sum_gradients(_gradients(), parse_codec(spec).hops, 1 / RANKS).chunk(RANKS)
+    for rank, shard in zip(ranks, shards, strict=True):
+        assert torch.equal(rank[spec]["shard of gradients"], shard)
+
+
+@pytest.mark.parametrize("spec", WITHOUT_SHAPE)
+def test_simulated_sums_of_gradients_have_the_bits(spec: str, ranks: list[dict]) -> None:
+    total = sum_gradients(_gradients(), parse_codec(spec).hops, 1 / RANKS, unsharded=True)
+    for rank in ranks:
+        assert torch.equal(rank[spec]["gradients"], total)

@@ -1,5 +1,6 @@
-"""Attention under context parallelism against the same attention on one process, and over codecs."""
+"""Attention under context parallelism: the function of one process, and codecs."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ BATCH = 2
 HEADS = 4
 GROUPS = 2
 WIDTH = 8
-VALUES = SEQUENCE * BATCH * GROUPS * 2 * WIDTH  # of all ranks' keys and values
+VALUES = SEQUENCE * BATCH * GROUPS * 2 * WIDTH
+"""Number of all ranks' keys and values."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,18 @@ class Identity64(IdentityCodec):
         return payloads.contiguous().view(torch.float64).reshape(len(payloads), *shape).to(dtype)
 
     def decode_sum(self, payloads, shape, dtype, scale=1.0, out=None):
-        return (
-            torch.stack([self.decode(one, shape, torch.float64) for one in payloads])
-            .sum(0)
-            .to(dtype)
-        )
+        values = [self.decode(payload, shape, torch.float64) for payload in payloads]
+        return torch.stack(values).sum(0).to(dtype)
 
 
 def build(ranks: int, kind, run: Run | None = None):
-    """An attention of one rank, or of one among ``ranks`` with ``run``'s compression."""
+    """Build one rank's attention.
+
+    Args:
+        ranks: context-parallel size.
+        kind: of the mask.
+        run: compresses its messages; None leaves them to Megatron.
+    """
     from megatron.core.transformer.enums import AttnBackend
 
     from megatron.compression.context_parallel.config import ContextParallelConfig
@@ -63,118 +68,189 @@ def build(ranks: int, kind, run: Run | None = None):
     )
     attention = SDPACoreAttention(config, 1, kind, "self", pg_collection=Collection)
     if run is not None:
-        # Any enabled setting: which codec encodes is the policy's.
+        # Any enabled setting will do: the policy chooses the codec.
         enabled = ContextParallelConfig(compression="int8")
         ContextParallel(enabled, run, lambda line: None).attach([attention])
     return attention
 
 
 def run_of(codec: Codec | None, transport: str) -> Run:
-    """A run that compresses both directions with one codec."""
+    """Return a run that compresses both directions with one codec."""
     ledger = Ledger()
     policy = Policy({name: Rule(codec) for name in ("cp.forward", "cp.backward")}, ledger)
     return Run(policy, ledger, transports=Transports(transport))
 
 
-def attention_worker(rank: int, world_size: int, transport: str = "collective") -> dict:
-    """For each mask and each of fp64's codecs the largest difference from one process; in bf16 the bits of
-    each codec; ledgers and what torch.distributed was given."""
-    from megatron.compression.frontends import megatron_lm
+@dataclass
+class Result:
+    """Results of one attention on a rank."""
 
-    megatron_lm.prepare()
-    from megatron.core.transformer.enums import AttnMaskType
+    tensors: list[torch.Tensor]
+    """Output, and the gradients of query, key and value."""
+    ledger: list[dict]
+    distance: float = 0.0
+    """The largest difference from the attention of one process."""
 
-    from megatron.compression.context_parallel.gather import chunks_of, distributed, in_order
 
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(SEQUENCE, BATCH, n, WIDTH) for n in (HEADS, GROUPS, GROUPS)]
-    shapes.append((SEQUENCE, BATCH, HEADS * WIDTH))
-    device = device_of(rank)
-    complete = [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(device) for shape in shapes
-    ]
-    assert torch.equal(in_order(distributed(complete[3], world_size), world_size), complete[3])
-    rows = torch.cat(
-        [
-            torch.arange(SEQUENCE).chunk(2 * world_size)[number]
-            for number in chunks_of(rank, world_size)
-        ]
-    )
-    documents = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)[None, None]
-    documents = documents.repeat(BATCH, 1, 1, 1)
-    documents[1, :, 20:, :20] = True  # a document ends there
-    causal = AttnMaskType.causal
+class Inputs:
+    """Queries, keys, values and the output's gradient of the whole sequence, and masks.
 
-    def results(attention, mask, dtype, rows=slice(None)) -> list[torch.Tensor]:
-        *inputs, upstream = (tensor[rows].to(dtype) for tensor in complete)
+    Args:
+        rank: this rank.
+        world_size: context-parallel size.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        from megatron.compression.context_parallel.gather import chunks_of, distributed, in_order
+
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(SEQUENCE, BATCH, heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
+        shapes.append((SEQUENCE, BATCH, HEADS * WIDTH))
+        device = device_of(rank)
+        self.complete = []
+        for shape in shapes:
+            tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
+            self.complete.append(tensor.to(device))
+        gradient = self.complete[3]
+        assert torch.equal(in_order(distributed(gradient, world_size), world_size), gradient)
+        chunks = torch.arange(SEQUENCE).chunk(2 * world_size)
+        self.rows = torch.cat([chunks[number] for number in chunks_of(rank, world_size)])
+        """This rank's tokens: two chunks, as causal attention is balanced by."""
+        documents = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)
+        documents = documents[None, None].repeat(BATCH, 1, 1, 1)
+        documents[1, :, 20:, :20] = True  # a document ends after 20 tokens
+        self.masks = {
+            "causal": (AttnMaskType.causal, None),
+            "documents": (AttnMaskType.causal, documents),
+            "all": (AttnMaskType.no_mask, None),
+        }
+
+    def attend(self, attention, mask, dtype: torch.dtype, rows=slice(None)) -> list[torch.Tensor]:
+        """Return an attention's output and its inputs' gradients.
+
+        Args:
+            attention: of one process, or of this rank.
+            mask: of the whole sequence, or None.
+            dtype: of the inputs.
+            rows: tokens of the queries.
+        """
+        *inputs, upstream = (tensor[rows].to(dtype) for tensor in self.complete)
         inputs = [tensor.requires_grad_() for tensor in inputs]
         output = attention(*inputs, None if mask is None else mask[:, :, rows])
         return [output, *torch.autograd.grad(output, inputs, upstream)]
 
-    def own(codec: Codec | None, kind, mask, dtype) -> tuple[list[torch.Tensor], list[dict]]:
+
+MASKS = ("causal", "documents", "all")
+CODECS = (None, "identity")
+SPECS = (None, "lossless", "int8")
+
+
+def attention_worker(rank: int, world_size: int, transport: str = "collective") -> dict:
+    """Run attention without a codec and with codecs; the ledger has what c10d was given.
+
+    Args:
+        rank: this rank.
+        world_size: context-parallel size.
+        transport: of the payloads.
+
+    Returns:
+        "fp64": {(mask, codec): result}, and "bf16": {codec: result} of the causal mask.
+    """
+    from megatron.compression.frontends import megatron_lm
+
+    megatron_lm.prepare()
+    inputs = Inputs(rank, world_size)
+
+    def result(codec: Codec | None, mask_name: str, dtype: torch.dtype) -> Result:
+        kind, mask = inputs.masks[mask_name]
         run = run_of(codec, transport)
         attention = build(world_size, kind, run)
         with TransportAudit(world_size) as audit:
-            actual = results(attention, mask, dtype, rows)
-        assert transport != "collective" or total_of(run.ledger.rows()) == audit.sent
-        return actual, run.ledger.rows()
+            tensors = inputs.attend(attention, mask, dtype, inputs.rows)
+        if transport == "collective":
+            assert total_of(run.ledger.rows()) == audit.sent
+        return Result(tensors, run.ledger.rows())
 
-    exact = {}
-    for name, kind, mask in (
-        ("causal", causal, None),
-        ("documents", causal, documents),
-        ("all", AttnMaskType.no_mask, None),
-    ):
-        expected = results(build(1, kind), mask, torch.float64)
-        for codec in (None, Identity64()):
-            got, ledger = own(codec, kind, mask, torch.float64)
-            apart = max(
-                float((a - b[rows]).abs().max()) for a, b in zip(got, expected, strict=True)
-            )
-            exact[name, codec is None] = apart, ledger
-    bits = {
-        spec: own(spec and parse_codec(spec), causal, None, torch.bfloat16)
-        for spec in (None, "lossless", "int8")
-    }
-    return {
-        "exact": exact,
-        "bits": {
-            spec: ([one.detach().float().cpu() for one in actual], ledger)
-            for spec, (actual, ledger) in bits.items()
-        },
-    }
+    fp64 = {}
+    for mask_name, (kind, mask) in inputs.masks.items():
+        expected = inputs.attend(build(1, kind), mask, torch.float64)
+        for codec in CODECS:
+            actual = result(Identity64() if codec else None, mask_name, torch.float64)
+            for tensor, complete in zip(actual.tensors, expected, strict=True):
+                difference = float((tensor - complete[inputs.rows]).abs().max())
+                actual.distance = max(actual.distance, difference)
+            actual.tensors = []
+            fp64[mask_name, codec] = actual
+    bf16 = {}
+    for spec in SPECS:
+        actual = result(spec and parse_codec(spec), "causal", torch.bfloat16)
+        actual.tensors = [tensor.detach().float().cpu() for tensor in actual.tensors]
+        bf16[spec] = actual
+    return {"fp64": fp64, "bf16": bf16}
 
 
-def check_ranks(by_rank: list[dict]) -> None:
-    """What every rank of ``attention_worker`` returned; payloads may have travelled in any way."""
+@functools.cache
+def results(world_size: int) -> list[dict]:
+    """Return the results of ``attention_worker`` by rank."""
+    return spawn(attention_worker, world_size)
+
+
+def check_fp64(by_rank: list[dict], mask: str, codec: str | None) -> None:
+    """Assert that ranks compute what one process does, and count every byte."""
     world_size = len(by_rank)
-    for actual in by_rank:
-        assert len(actual["exact"]) == 6
-        for (_, plain), (apart, ledger) in actual["exact"].items():
-            assert apart < 1e-12
-            for traffic in ("cp.forward", "cp.backward"):
-                rows = [row for row in ledger if row["traffic"] == traffic]
-                assert {row["kind"] for row in rows} == {"off" if plain else "compressed"}
-                for column in ("sent_bytes", "plain_bytes"):
-                    assert (
-                        sum(row[column] for row in rows)
-                        == 8 * VALUES * (world_size - 1) // world_size
-                    )
-        (none, _), (lossless, _), (int8, _) = actual["bits"].values()
-        # Two addends have one sum; of three, gloo and NCCL round in between.
-        same = slice(None) if world_size == 2 else slice(2)
-        assert all(map(torch.equal, none[same], lossless[same]))
-        for exact, coarse in zip(none, int8, strict=True):
+    sent = 8 * VALUES * (world_size - 1) // world_size
+    for rank in by_rank:
+        actual = rank["fp64"][mask, codec]
+        assert actual.distance < 1e-12
+        for traffic in ("cp.forward", "cp.backward"):
+            rows = [row for row in actual.ledger if row["traffic"] == traffic]
+            assert {row["kind"] for row in rows} == {"compressed" if codec else "off"}
+            assert sum(row["sent_bytes"] for row in rows) == sent
+            assert sum(row["plain_bytes"] for row in rows) == sent
+
+
+def check_lossless(by_rank: list[dict]) -> None:
+    """Assert that lossless payloads change no bit."""
+    # Two addends have one sum; with three, gloo and NCCL round gradients in between.
+    exact_tensors = 4 if len(by_rank) == 2 else 2
+    for rank in by_rank:
+        expected = rank["bf16"][None].tensors[:exact_tensors]
+        actual = rank["bf16"]["lossless"].tensors[:exact_tensors]
+        assert all(map(torch.equal, actual, expected))
+
+
+def check_int8(by_rank: list[dict]) -> None:
+    """Assert that int8 changes output and gradients, and only a little."""
+    for rank in by_rank:
+        expected = rank["bf16"][None].tensors
+        actual = rank["bf16"]["int8"].tensors
+        for exact, coarse in zip(expected, actual, strict=True):
             assert 0 < (coarse - exact).norm() < 0.03 * exact.norm()
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_compute_what_one_process_does(world_size: int) -> None:
-    """In fp64 to 1e-12, through the identity codec too; in bf16 with lossless bit for bit, with int8 nearly.
-    Every byte is in the ledger."""
-    by_rank = spawn(attention_worker, world_size)
-    check_ranks(by_rank)
-    for actual in by_rank:
-        _, ledger = actual["bits"]["int8"]
-        sent, plain = (sum(row[name] for row in ledger) for name in ("sent_bytes", "plain_bytes"))
-        assert sent < 0.6 * plain
+def test_ranks_compute_what_one_process_does(world_size: int, mask: str, codec) -> None:
+    """They do in fp64 to 1e-12, without a codec and through the identity codec."""
+    check_fp64(results(world_size), mask, codec)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_lossless_changes_no_bit(world_size: int) -> None:
+    check_lossless(results(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_int8_changes_little(world_size: int) -> None:
+    check_int8(results(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_int8_sends_fewer_bytes(world_size: int) -> None:
+    for rank in results(world_size):
+        ledger = rank["bf16"]["int8"].ledger
+        sent = sum(row["sent_bytes"] for row in ledger)
+        assert sent < 0.6 * sum(row["plain_bytes"] for row in ledger)

@@ -66,10 +66,8 @@ class Threads:
         A sender waits until its slot is empty (0); a receiver until the word has reached its step.
         """
         flag = ctypes.c_uint32.from_address(word)
-        if step.sends:
-            target, source = host, device
-        else:
-            target, source = device, host
+        target = host if step.sends else device
+        source = device if step.sends else host
 
         def is_ready() -> bool:
             if step.awaits is None:

@@ -1,8 +1,9 @@
-"""What README and the pages of docs/ show works: their blocks run in order, on two CPU ranks.
+"""The blocks of README and of the pages of docs/ run in order, on two CPU ranks.
 
-A block whose first line is ``# name.py`` becomes that file. Other ``python`` blocks run as scripts, ``bash``
-blocks in a shell. ``text`` blocks are for reading. ``console`` blocks are for the reader's own machines: their
-launch lines, where nothing is left out, are given to Megatron's parser and ours.
+A block whose first line is ``# name.py`` becomes that file. Other ``python`` blocks run as scripts,
+``bash`` blocks in a shell. ``text`` blocks are for reading. ``console`` blocks are for the reader's
+own machines: their launch lines, where nothing is left out, are given to Megatron's parser and to
+ours.
 """
 
 import os
@@ -20,7 +21,7 @@ from tests.distributed.test_examples import fake
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 _FILE = re.compile(r"# ([\w./-]+\.\w+)\n")
 _LEFT_OUT = re.compile(r"\.\.\.|<[\w' ]+>|your_|their_")
-"""What a launch line that the reader has to complete contains."""
+"""Parts of a launch line that the reader has to complete."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,19 @@ class Block:
 
 
 def blocks_of(name: str, *languages: str) -> list[Block]:
-    """The blocks of these languages of README.md or of a page in docs/."""
+    """Return the blocks of these languages in README.md or a page of docs/."""
     page = REPO / name if name == "README.md" else REPO / "docs" / name
     blocks = [Block(*match) for match in _BLOCK.findall(page.read_text())]
     return [block for block in blocks if block.language in languages]
 
 
 def run(block: Block, folder: Path, timeout: float = 400) -> str:
-    """Write or run a block in ``folder``, which stands for the root of a clone; returns what it printed.
+    """Write or run a block, and return its output.
+
+    Args:
+        block: of a page.
+        folder: stands for the root of a clone.
+        timeout: seconds.
 
     Raises:
         AssertionError: it failed, with its output.
@@ -53,14 +59,14 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
     if block.file is not None:
         (folder / block.file).write_text(block.text)
         return ""
-    words = [sys.executable, "-c", block.text]
+    command = [sys.executable, "-c", block.text]
     if block.language == "bash":  # what one block exports, the next ones have
         text = f"[ ! -f .exports ] || . ./.exports\n{block.text}\nexport -p >.exports"
-        words = ["bash", "-euo", "pipefail", "-c", text]
+        command = ["bash", "-euo", "pipefail", "-c", text]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     imports = os.pathsep.join(map(str, (START_FAST, folder, REPO)))
     variables = environment(PATH=path, PYTHONPATH=imports, MASTER_PORT=str(free_port()))
-    run = launched(words, variables, folder).finish(timeout)
+    run = launched(command, variables, folder).finish(timeout)
     assert run.returncode == 0, (
         f"exit status {run.returncode} of\n{block.text}\n{run.output[-6000:]}"
     )
@@ -68,13 +74,13 @@ def run(block: Block, folder: Path, timeout: float = 400) -> str:
 
 
 def run_page(name: str, folder: Path) -> list[str]:
-    """What each ``python`` and ``bash`` block of a page prints, run in their order in a clone."""
+    """Run the ``python`` and ``bash`` blocks of a page in a clone, and return their outputs."""
     clone(folder)
     return [run(block, folder) for block in blocks_of(name, "python", "bash")]
 
 
 def clone(folder: Path) -> Path:
-    """Make ``folder`` look like the root of a clone, by links, so that blocks can write files beside it."""
+    """Make ``folder`` look like the root of a clone by links, beside which blocks can write."""
     for entry in REPO.iterdir():
         if not entry.name.startswith(".") and entry.name != "runs":
             (folder / entry.name).symlink_to(entry)
@@ -170,10 +176,10 @@ AUTO = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
 def launch_lines(name: str, folder: Path) -> list[list[str]]:
-    """The words that the console blocks of a page give to torchrun, those with nothing left out.
+    """Return the arguments that the console blocks of a page give to torchrun.
 
-    torchrun, sbatch, ssh and mpirun are stand-ins: the first writes its words down, the others run what they
-    are to start.
+    Blocks with something left out are passed over. torchrun, sbatch, ssh and mpirun are stand-ins:
+    the first one writes its arguments down, the others run the command that they are to start.
     """
     file = folder / "torchrun.words"
     fake(folder, "torchrun", f'printf "%s\\n" "$@" END >>{file}')
@@ -187,17 +193,25 @@ def launch_lines(name: str, folder: Path) -> list[list[str]]:
             run = launched(["bash", "-euo", "pipefail", "-c", block.text], variables, folder)
             finished = run.finish(60)
             assert finished.returncode == 0, f"{block.text}\n{finished.output}"
-    lines, words = [], file.read_text().splitlines()
-    while words:
-        end = words.index("END")
-        lines.append(words[:end])
-        words = words[end + 1 :]
-    return lines
+    lines = [[]]
+    for argument in file.read_text().splitlines():
+        if argument == "END":
+            lines.append([])
+        else:
+            lines[-1].append(argument)
+    return lines[:-1]
 
 
 def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str, str]]:
-    """The codec of each kind of parallelism that each line compresses; in a process of its own, for Megatron's
-    state is global."""
+    """Return the codec of each kind of parallelism that each line compresses.
+
+    It runs in a process of its own, for Megatron's state is global.
+
+    Args:
+        rank: this rank.
+        world_size: one.
+        lines: arguments of torchrun.
+    """
     import torch
     from megatron.training.arguments import parse_args, validate_args
 
@@ -212,12 +226,13 @@ def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str,
         return add_qwen_arguments(add_arguments(parser))
 
     codecs = []
-    for words in lines:
-        launch = [word.replace("_", "-") for word in words[:10]]
-        ranks = [int(launch[launch.index(flag) + 1]) for flag in ("--nproc-per-node", "--nnodes")]
-        os.environ["WORLD_SIZE"] = str(ranks[0] * ranks[1])
-        start = next(i for i, word in enumerate(words) if "pretrain_" in word)
-        flags = words[start + 1 :]
+    for line in lines:
+        launch = [argument.replace("_", "-") for argument in line[:10]]
+        ranks_per_node = int(launch[launch.index("--nproc-per-node") + 1])
+        nodes = int(launch[launch.index("--nnodes") + 1])
+        os.environ["WORLD_SIZE"] = str(ranks_per_node * nodes)
+        script = next(i for i, argument in enumerate(line) if "pretrain_" in argument)
+        flags = line[script + 1 :]
         if "--qwen-model" in flags:
             flags = expand(flags)[0]
         sys.argv = ["pretrain.py", *flags]
@@ -262,8 +277,11 @@ def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str,
 )
 def test_launch_lines_are_what_the_parsers_take(page, compressed, tmp_path):
     lines = launch_lines(page, clone(tmp_path))
-    megatron = [words for words in lines if any("pretrain_" in word for word in words)]
-    others = [words for words in lines if words not in megatron]
-    assert all("examples/fsdp2.py" in words for words in others)
-    [codecs] = spawn(parsed, 1, megatron)
+    megatron_lines = []
+    for line in lines:
+        if any("pretrain_" in argument for argument in line):
+            megatron_lines.append(line)
+        else:
+            assert "examples/fsdp2.py" in line
+    [codecs] = spawn(parsed, 1, megatron_lines)
     assert codecs == compressed

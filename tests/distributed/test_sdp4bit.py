@@ -71,13 +71,14 @@ def started_bytes_worker(rank: int, world_size: int, node_size: int) -> dict:
 
 
 def _sent(rows: list[dict], channel: str, link: str, operation: str) -> int:
-    wanted = dict(traffic=channel, link=link, operation=operation).items()
-    return sum(row["sent_bytes"] for row in rows if wanted <= row.items())
+    key = dict(traffic=channel, link=link, operation=operation).items()
+    return sum(row["sent_bytes"] for row in rows if key <= row.items())
 
 
 def check_bytes(results: dict) -> None:
     """Bits a value of two nodes of two ranks."""
-    rows, values = results["sharded"]["rows"], results["sharded"]["values"]
+    rows = results["sharded"]["rows"]
+    values = results["sharded"]["values"]
     # Inside a node each rank sends half of all values away, between nodes a quarter (half of its half).
     assert 8.25 <= 8 * _sent(rows, "dp.gradient", "intra", "all_to_all") / (values / 2) <= 8.3
     assert 4.25 <= 8 * _sent(rows, "dp.gradient", "inter", "all_to_all") / (values / 4) <= 4.3
@@ -85,7 +86,8 @@ def check_bytes(results: dict) -> None:
     assert 4.0 < 8 * weights / (values * 3 / 4) <= 4.05
     plain = sum(row["plain_bytes"] for row in rows if row["traffic"] == "dp.gradient")
     assert plain == values * 4 * 3 // 4, "what a fp32 reduce-scatter would have sent"
-    rows, values = results["plain"]["rows"], results["plain"]["values"]
+    rows = results["plain"]["rows"]
+    values = results["plain"]["values"]
     gathered = sum(_sent(rows, "dp.gradient", link, "all_gather") for link in ("intra", "inter"))
     assert 4.25 <= 8 * gathered / (values * 3 / 4) <= 4.4
 
@@ -135,12 +137,18 @@ def _check_damaged(rank: int, setup: Setup) -> None:
     assert training.digest() == before, "the weight difference of a skipped step is nothing"
     for group in training.groups:
         for sync in group.plan.gradient_syncs:
-            for memory in sync.state().values():
-                assert memory.isfinite().all() and memory.any()
+            _check_memory(sync)
     assert training.step()[1], "the next one counts again"
     training.settle()
     assert training.digest() != before
     assert same_everywhere(training.digest())
+
+
+def _check_memory(sync) -> None:
+    """Assert that what a bucket remembers is finite, and something."""
+    for memory in sync.state().values():
+        assert memory.isfinite().all()
+        assert memory.any()
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -204,7 +212,8 @@ def powersgd_state_worker(rank: int, world_size: int) -> None:
     start(rank)
     training, _ = train(rank, PLAIN_POWERSGD, 3)
     for sync, bucket in training.gradients.syncs:
-        states, results = [], []
+        states = []
+        results = []
         before = {slot: values.clone() for slot, values in sync.state().items()}
         for _ in range(2):
             sync.load_state(before)

@@ -1,9 +1,11 @@
-"""Two sessions in one process, over the same process groups: an actor and a critic, a teacher and a student.
+"""Two sessions in one process over the same process groups, such as an actor's and a critic's.
 
-Each keeps what it has alone: settings, decisions, bytes, gradients and weights, whatever the other one does, and
-also after the other one has been closed. With the last one the functions of other packages are their own again.
+Each has settings, decisions, bytes, gradients and weights of its own, whatever the other one does,
+and also after the other one has been closed. With the last one the functions of other packages are
+the originals again.
 """
 
+import functools
 import importlib
 import inspect
 
@@ -29,7 +31,7 @@ SYMBOLS = (
     "torch.cuda:CUDAGraph.replay",
     "torch.distributed:destroy_process_group",
 )
-"""What a session with every dimension of ``loops`` replaces."""
+"""Functions that a session with every dimension of ``loops_of`` replaces."""
 
 ENGINE_SYMBOLS = (
     "transformer_engine.pytorch.module.linear:allreduce",
@@ -45,8 +47,8 @@ ENGINE_SYMBOLS = (
 )
 
 
-def held(symbols: tuple[str, ...]) -> list[object]:
-    """What the owners of these symbols hold now."""
+def objects_at(symbols: tuple[str, ...]) -> list[object]:
+    """Return the objects that these symbols name now."""
     objects = []
     for symbol in symbols:
         module, _, path = symbol.partition(":")
@@ -59,7 +61,7 @@ def held(symbols: tuple[str, ...]) -> list[object]:
 
 
 def config_of(name: str):
-    """Settings of one session."""
+    """Return the settings of a session with this codec in every dimension."""
     from megatron.compression import (
         CompressionConfig,
         DataParallelConfig,
@@ -77,7 +79,13 @@ def config_of(name: str):
 
 
 def loops_of(names: tuple[str, ...], tensor: int, pipeline: int) -> list:
-    """A training loop for each setting, all over the same process groups."""
+    """Make a training loop for each setting, all over the same process groups.
+
+    Args:
+        names: codecs.
+        tensor: tensor-parallel size.
+        pipeline: pipeline-parallel size.
+    """
     from megatron.core import parallel_state
 
     import examples.own_loop as own_loop
@@ -94,7 +102,15 @@ def loops_of(names: tuple[str, ...], tensor: int, pipeline: int) -> list:
 
 
 def iterate(loops: list, step: int, pipeline: int) -> None:
-    """One iteration of each loop: their forwards, then their backwards, then the sums of their gradients."""
+    """Run an iteration of each loop, interleaved.
+
+    First come all forward passes, then all backward passes, then the sums of gradients.
+
+    Args:
+        loops: of ``loops_of``.
+        step: number of the iteration.
+        pipeline: pipeline-parallel size.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     if pipeline > 1:  # a schedule has both passes
@@ -117,96 +133,120 @@ def iterate(loops: list, step: int, pipeline: int) -> None:
 
 
 def outcome(loop) -> dict:
-    """What a session has sent, and what has become of its model."""
+    """Return a session's ledger, and its model's gradients and weights."""
+    parameters = dict(loop.model.named_parameters())
     return {
         "rows": loop.compression.ledger.rows(),
-        "gradients": {
-            name: parameter.main_grad.clone() for name, parameter in loop.model.named_parameters()
-        },
-        "weights": {
-            name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()
-        },
+        "gradients": {name: value.main_grad.clone() for name, value in parameters.items()},
+        "weights": {name: value.detach().clone() for name, value in parameters.items()},
     }
 
 
 def loops_worker(
     rank: int, ranks: int, names: tuple[str, ...], tensor: int, pipeline: int
 ) -> list[dict]:
+    """Train two iterations, and return the outcome of each session."""
     loops = loops_of(names, tensor, pipeline)
     for step in range(2):
         iterate(loops, step, pipeline)
     return [outcome(loop) for loop in loops]
 
 
-def assert_same(together: dict, alone: dict) -> None:
-    """Bytes and tensors are those of a session that is alone, to the last bit."""
-    assert together["rows"] == alone["rows"]
+def assert_same(actual: dict, alone: dict) -> None:
+    """Assert that bytes and tensors are those of a session that is alone, to the last bit."""
+    assert actual["rows"] == alone["rows"]
     for kind in ("gradients", "weights"):
-        assert together[kind].keys() == alone[kind].keys()
-        for name, tensor in together[kind].items():
+        assert actual[kind].keys() == alone[kind].keys()
+        for name, tensor in actual[kind].items():
             assert torch.equal(tensor, alone[kind][name]), f"{kind} of {name}"
 
 
+@functools.cache
+def outcomes(names: tuple[str, ...], tensor: int, pipeline: int) -> list[list[dict]]:
+    """Return the results of ``loops_worker`` by rank."""
+    return spawn(loops_worker, 2, names, tensor, pipeline)
+
+
+@pytest.mark.parametrize(
+    "names", [("int8", "none"), ("none", "int8")], ids=["compressed first", "counted first"]
+)
 @pytest.mark.parametrize(
     ("tensor", "pipeline"), [(2, 1), (1, 2), (1, 1)], ids=["tensor", "pipeline", "data"]
 )
-def test_two_sessions_stay_apart(tensor: int, pipeline: int) -> None:
-    """The first compresses, the second only counts; then the other way round."""
-    alone = {name: spawn(loops_worker, 2, (name,), tensor, pipeline) for name in ("int8", "none")}
-    for names in (("int8", "none"), ("none", "int8")):
-        for rank, outcomes in enumerate(spawn(loops_worker, 2, names, tensor, pipeline)):
-            for name, together in zip(names, outcomes, strict=True):
-                assert_same(together, alone[name][rank][0])
+def test_two_sessions_stay_apart(tensor: int, pipeline: int, names: tuple[str, ...]) -> None:
+    """One session compresses, the other one only counts."""
+    for rank, sessions in enumerate(outcomes(names, tensor, pipeline)):
+        for name, session in zip(names, sessions, strict=True):
+            (alone,) = outcomes((name,), tensor, pipeline)[rank]
+            assert_same(session, alone)
 
 
-def closing_worker(
-    rank: int, ranks: int, closes: bool, pipeline: int
-) -> tuple[dict, list[int], list[int]]:
-    before = held(SYMBOLS)
+def closing_worker(rank: int, ranks: int) -> dict:
+    """Close one of two sessions between two iterations, and in the end the other one.
 
-    def changed() -> list[int]:
-        pairs = zip(held(SYMBOLS), before, strict=True)
-        return [number for number, (now, original) in enumerate(pairs) if now is not original]
+    Returns:
+        The first session's outcome, and the symbols that were replaced after each closing.
+    """
+    before = objects_at(SYMBOLS)
 
-    first, second = loops_of(("int8", "int6"), 1, pipeline)
-    iterate([first, second], 0, pipeline)
-    if closes:
-        second.compression.close()
-    changed_while_open = changed()
-    iterate([first, second], 1, pipeline)
+    def replaced() -> list[str]:
+        objects = zip(SYMBOLS, objects_at(SYMBOLS), before, strict=True)
+        return [symbol for symbol, now, original in objects if now is not original]
+
+    first, second = loops_of(("int8", "int6"), 1, 2)
+    iterate([first, second], 0, 2)
+    second.compression.close()
+    replaced_by_first = replaced()
+    iterate([first, second], 1, 2)
     first.compression.close()
     second.compression.close()
-    return outcome(first), changed_while_open, changed()
+    return {
+        "first": outcome(first),
+        "replaced while one is open": replaced_by_first,
+        "replaced in the end": replaced(),
+    }
 
 
-def test_a_session_is_closed_while_another_trains() -> None:
-    """The other one goes on as before; with the last one the functions are the originals, the very objects."""
-    alone = spawn(loops_worker, 2, ("int8",), 1, 2)
-    for rank, (first, open_, closed) in enumerate(spawn(closing_worker, 2, True, 2)):
-        assert_same(first, alone[rank][0])
-        assert open_ == list(range(len(SYMBOLS))) and closed == []
+@functools.cache
+def closings() -> list[dict]:
+    """Return the results of ``closing_worker`` by rank."""
+    return spawn(closing_worker, 2)
+
+
+def test_a_session_trains_on_when_another_is_closed() -> None:
+    for rank, closing in enumerate(closings()):
+        (alone,) = outcomes(("int8",), 1, 2)[rank]
+        assert_same(closing["first"], alone)
+
+
+def test_functions_stay_replaced_while_a_session_is_open() -> None:
+    for closing in closings():
+        assert closing["replaced while one is open"] == list(SYMBOLS)
+
+
+def test_the_last_session_puts_the_original_functions_back() -> None:
+    for closing in closings():
+        assert closing["replaced in the end"] == []
 
 
 def closed_model_worker(rank: int, ranks: int) -> list[dict]:
+    """Return the rows of compressed messages that a closed session's model adds to its ledger."""
     (loop,) = loops_of(("int8",), 2, 1)
     iterate([loop], 0, 1)
     loop.compression.close()
     sent = loop.compression.ledger.rows()
     iterate([loop], 1, 1)
-    return [
-        {key: row[key] for key in ("traffic", "kind", "calls")}
-        for row in loop.compression.ledger.rows()
-        if row not in sent and row["kind"] == "compressed"
-    ]
+    new_rows = [row for row in loop.compression.ledger.rows() if row not in sent]
+    return [row for row in new_rows if row["kind"] == "compressed"]
 
 
 def test_a_model_whose_session_is_closed_sends_uncompressed() -> None:
-    """It still trains: nothing of it is compressed any more."""
+    """It still trains."""
     assert spawn(closed_model_worker, 2) == [[], []]
 
 
 def engine_pass(models: list, step: int) -> list[dict]:
-    """The gradients of each model of Transformer Engine's layers: forwards first, then backwards."""
+    """Run models of Transformer Engine's layers, forwards first, and return their gradients."""
     losses = []
     for model in models:
         generator = torch.Generator().manual_seed(step)
@@ -221,46 +261,72 @@ def engine_pass(models: list, step: int) -> list[dict]:
 
 
 def engine_worker(rank: int, ranks: int, names: tuple[str, ...]) -> list[tuple[dict, list]]:
+    """Train a model of Transformer Engine's layers for each codec, and close one run after another.
+
+    Returns:
+        Gradients and ledger of each.
+    """
     with stand_in() as group:
         from megatron.compression.patches import running
         from megatron.compression.tensor_parallel import hooks
 
         importlib.import_module("transformer_engine.pytorch")
-        before = held(ENGINE_SYMBOLS)
-        models, runs = [], []
+        before = objects_at(ENGINE_SYMBOLS)
+        models = []
+        runs = []
         for name in names:
-            models.append(Model(rank, group, sequence_parallel=False, fuse=True))
-            runs.append(run_with(name))
-            hooks.TensorParallel(runs[-1].config, runs[-1]).attach(models[-1:])
-        for original, now in zip(before, held(ENGINE_SYMBOLS), strict=True):
+            model = Model(rank, group, sequence_parallel=False, fuse=True)
+            run = run_with(name)
+            hooks.TensorParallel(run.config, run).attach([model])
+            models.append(model)
+            runs.append(run)
+        for original, now in zip(before, objects_at(ENGINE_SYMBOLS), strict=True):
             assert now is not original
         for step in range(2):
             gradients = engine_pass(models, step)
         for run in runs:
-            assert held(ENGINE_SYMBOLS)[0] is not before[0], "another run is open"
+            assert objects_at(ENGINE_SYMBOLS)[0] is not before[0], "another run is open"
             running.close_run(run)
-        for original, now in zip(before, held(ENGINE_SYMBOLS), strict=True):
+        for original, now in zip(before, objects_at(ENGINE_SYMBOLS), strict=True):
             assert now is original
         return list(zip(gradients, [run.ledger.rows() for run in runs], strict=True))
 
 
-def test_transformer_engines_layers_of_two_runs_stay_apart() -> None:
+@functools.cache
+def engine_results(*names: str) -> list[list[tuple[dict, list]]]:
+    """Return the results of ``engine_worker`` by rank."""
+    return spawn(engine_worker, 2, names)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("number", "name"), [(0, "int4"), (1, "int8")])
+def test_transformer_engines_layers_of_two_runs_stay_apart(
+    number: int, name: str, rank: int
+) -> None:
     """Compressed, counted, and their weight gradients deferred: each as if it were alone."""
-    alone = {name: spawn(engine_worker, 2, (name,)) for name in ("int4", "int8")}
-    for rank, outcomes in enumerate(spawn(engine_worker, 2, ("int4", "int8"))):
-        for name, (gradients, rows) in zip(("int4", "int8"), outcomes, strict=True):
-            alone_gradients, alone_rows = alone[name][rank][0]
-            assert rows == alone_rows and rows
-            for parameter, gradient in gradients.items():
-                assert torch.equal(gradient, alone_gradients[parameter]), f"{name} {parameter}"
+    gradients, rows = engine_results("int4", "int8")[rank][number]
+    alone_gradients, alone_rows = engine_results(name)[rank][0]
+    assert rows
+    assert rows == alone_rows
+    for parameter, gradient in gradients.items():
+        assert torch.equal(gradient, alone_gradients[parameter]), parameter
 
 
 class Raised(Exception):
-    """By a backward pass."""
+    """A fault in a backward pass."""
 
 
 def raising_worker(rank: int, ranks: int, raises: bool) -> tuple[dict, int]:
-    """Gradients of the step after one whose backward pass may have raised between two layers."""
+    """Train after a step whose backward pass may have raised between two layers.
+
+    Args:
+        rank: this rank.
+        ranks: number of ranks.
+        raises: whether it has.
+
+    Returns:
+        The last step's gradients, and the number of layers that count as running.
+    """
 
     def explode(gradient: torch.Tensor) -> None:
         raise Raised
@@ -272,7 +338,8 @@ def raising_worker(rank: int, ranks: int, raises: bool) -> tuple[dict, int]:
         from megatron.compression.tensor_parallel import hooks
         from megatron.compression.transformer_engine.hooks import _active
 
-        model, run = Model(rank, group, sequence_parallel=False, fuse=True), run_with("identity")
+        model = Model(rank, group, sequence_parallel=False, fuse=True)
+        run = run_with("identity")
         hooks.TensorParallel(run.config, run).attach([model])
         if raises:
             handle = model.blocks[1].linear_fc1.register_forward_hook(explode_later)
@@ -286,11 +353,20 @@ def raising_worker(rank: int, ranks: int, raises: bool) -> tuple[dict, int]:
         return gradients, len(_active)
 
 
-def test_a_backward_that_raises_leaves_nothing_behind() -> None:
-    """The loop has caught it and skipped the batch: no deferred weight gradient comes to a later step, and no
-    layer counts as running."""
-    caught, undisturbed = spawn(raising_worker, 2, True), spawn(raising_worker, 2, False)
-    for (gradients, active), (expected, _) in zip(caught, undisturbed, strict=True):
+@functools.cache
+def raising_results(raises: bool) -> list[tuple[dict, int]]:
+    """Return the results of ``raising_worker`` by rank."""
+    return spawn(raising_worker, 2, raises)
+
+
+def test_no_layer_counts_as_running_after_a_backward_pass_that_raised() -> None:
+    for _, active in raising_results(True):
         assert active == 0
+
+
+def test_no_weight_gradient_of_a_backward_pass_that_raised_comes_later() -> None:
+    """The loop has caught the exception and skipped the batch."""
+    results = zip(raising_results(True), raising_results(False), strict=True)
+    for (gradients, _), (expected, _) in results:
         for name, gradient in gradients.items():
             assert torch.equal(gradient, expected[name]), name

@@ -1,4 +1,4 @@
-"""The four ways in: an unedited entrypoint, two lines in one's own, ours, and a loop without Megatron's."""
+"""The four ways in: an unedited entrypoint, two lines in another one, ours, and an own loop."""
 
 import functools
 import math
@@ -39,11 +39,17 @@ COMPRESSED = {
 
 
 def train(flags: str, script: str = "pretrain_gpt.py", **options) -> Run:
-    """Three iterations, on the ranks that the layout takes."""
-    words = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
+    """Train three iterations, on the ranks that the layout takes.
+
+    Args:
+        flags: of the layout and the codecs.
+        script: the entrypoint.
+        options: of ``pretrain``.
+    """
+    command = tiny_flags(*flags.split(), hidden_size="64", train_iters="3")
     # A second kind of parallelism beside two tensor-parallel ranks.
     ranks = 4 if PP in flags or DP in flags else 2
-    return pretrain(*words, ranks=ranks, script=script, **options)
+    return pretrain(*command, ranks=ranks, script=script, **options)
 
 
 by_ours = functools.cache(train)
@@ -51,13 +57,14 @@ by_ours = functools.cache(train)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_unedited_entrypoint(layout: str) -> None:
+def test_an_unedited_entrypoint_trains_as_ours(layout: str) -> None:
     """Way 1: losses, parameters and ledger are those of pretrain_gpt.py, to the last bit."""
     ours = by_ours(LAYOUTS[layout])
     theirs = train(
         LAYOUTS[layout], f"{WAYS}/unedited.py", through="megatron/compression/__main__.py"
     )
-    assert theirs.losses == ours.losses and len(ours.losses) == 3
+    assert len(ours.losses) == 3
+    assert theirs.losses == ours.losses
     assert theirs.parameters == ours.parameters
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
     check_copies(theirs, tied=True)
@@ -65,18 +72,19 @@ def test_an_unedited_entrypoint(layout: str) -> None:
 
 
 def test_an_unedited_entrypoint_with_a_model_provider() -> None:
-    """Way 1: megatron-core's own layers, made by the script, compress as ours do: the same bytes."""
+    """Way 1: megatron-core's own layers, made by the script, send the bytes that ours do."""
     layout = LAYOUTS["tensor and pipeline"]
     ours = by_ours(layout)
     script = f"{WAYS}/unedited_provider.py"
     theirs = train(layout, script, through="megatron/compression/__main__.py")
-    assert theirs.losses == pytest.approx(ours.losses, rel=2e-3) and len(theirs.losses) == 3
+    assert len(theirs.losses) == 3
+    assert theirs.losses == pytest.approx(ours.losses, rel=2e-3)
     assert [rank.ledger for rank in theirs.ranks] == [rank.ledger for rank in ours.ranks]
     check_copies(theirs, tied=True)
 
 
-def test_two_lines() -> None:
-    """Way 2, with iterations that go uncompressed first: compressed from that iteration on."""
+def test_two_lines_compress_from_the_start_iteration_on() -> None:
+    """Way 2 trains as ours does."""
     flags = f"{TP} --compression-start-iteration 2"
     run = train(flags, f"{WAYS}/two_lines.py")
     ours = by_ours(flags)
@@ -92,24 +100,28 @@ def test_two_lines() -> None:
 
 
 def test_the_command_of_the_first_way(tmp_path: Path) -> None:
-    """As a user types it, under torchrun, in processes that have loaded nothing before; and the Transformer
-    Engine on their path cannot be imported."""
+    """It runs as a user types it, under torchrun, in processes that have loaded nothing before.
+
+    The Transformer Engine on their path cannot be imported.
+    """
     (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
     (tmp_path / "transformer_engine" / "__init__.py").write_text("__version__ = '2.20.2'\n")
     (tmp_path / "transformer_engine/pytorch/__init__.py").write_text(
         "raise OSError('libcudnn.so.9: gone')"
     )
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"
-    words = ["megatron.compression", f"{WAYS}/unedited.py"]
-    words += tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
-    run = torchrun("-m", *words, processes=2, PYTHONPATH=path).finish(240)
-    assert run.returncode == 0 and "Traceback" not in run.output, run.output[-4000:]
+    command = ["megatron.compression", f"{WAYS}/unedited.py"]
+    command += tiny_flags(*TP.split(), hidden_size="64", train_iters="1")
+    run = torchrun("-m", *command, processes=2, PYTHONPATH=path).finish(240)
+    assert run.returncode == 0, run.output[-4000:]
+    assert "Traceback" not in run.output, run.output[-4000:]
     assert "layers: torch-native (Transformer Engine needs CUDA" in run.output
-    assert list(run.log("lm loss")) == [1] and "tensor parallelism: taco:format=int8" in run.output
+    assert "tensor parallelism: taco:format=int8" in run.output
+    assert list(run.log("lm loss")) == [1]
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         ([], "error: no script is named; usage: torchrun ... -m megatron.compression SCRIPT"),
         (["--taco"], "error: no script is named; usage: torchrun"),
@@ -117,32 +129,36 @@ def test_the_command_of_the_first_way(tmp_path: Path) -> None:
     ],
     ids=["nothing", "a flag", "a missing file"],
 )
-def test_a_script_that_is_not_named_is_one_line(words: list[str], line: str) -> None:
-    """For all ranks together: torchrun stops the others when the first one has said it."""
-    run = start("megatron/compression/__main__.py", *words, processes=2).finish(60)
-    assert run.returncode == 2 and len(run.errors) == 1 and "Traceback" not in run.output
+def test_a_script_that_is_not_named_is_one_line(arguments: list[str], line: str) -> None:
+    """All ranks together print one line: torchrun stops the others after the first one's."""
+    run = start("megatron/compression/__main__.py", *arguments, processes=2).finish(60)
+    assert run.returncode == 2
+    assert len(run.errors) == 1
     assert run.errors[0].startswith(line)
+    assert "Traceback" not in run.output
 
 
 def test_linears_with_a_forward_of_their_own_are_refused() -> None:
-    """One line that names the module; without compression they run, and the log says what is not counted."""
+    """The error is one line a rank, which names the module."""
     run = train(f"{SPEC} scaled", check=False)
-    assert run.returncode != 0 and "Traceback" not in run.output
-    assert run.errors and all(
-        "--tp-compression cannot compress decoder.layers.0.mlp.linear_fc2: ScaledRow has a forward"
-        in line
-        for line in run.errors
-    ), run.output[-3000:]
+    assert run.returncode != 0
+    assert "Traceback" not in run.output
+    assert run.errors, run.output[-3000:]
+    module = "decoder.layers.0.mlp.linear_fc2"
+    for line in run.errors:
+        assert f"--tp-compression cannot compress {module}: ScaledRow has a forward" in line
 
 
 def test_a_linear_of_ones_own_is_named_by_the_audit() -> None:
-    """What no site covers is said in the first iteration, with its bytes."""
+    """The first iteration's audit has the bytes that no site covers."""
     run = train(f"{SPEC} own_row")
     (line,) = [line for line in run.output.splitlines() if "that the ledger does not" in line]
-    # two layers and two micro-batches, forward alone: an all-reduce of [32, 2, 64] in fp32 over two ranks
-    sent = 2 * 2 * 32 * 2 * 64 * 4
-    said = int(re.search(r"tensor parallelism sent ([\d,]+) bytes", line)[1].replace(",", ""))
-    assert sent <= said < sent + 1000, "and a few scalars"
+    # Two layers and two micro-batches, forward alone: an all-reduce of [32, 2, 64] in fp32 over
+    # two ranks.
+    expected = 2 * 2 * 32 * 2 * 64 * 4
+    (number,) = re.findall(r"tensor parallelism sent ([\d,]+) bytes", line)
+    sent = int(number.replace(",", ""))
+    assert expected <= sent < expected + 1000, "more than the sums and a few scalars"
 
 
 @dataclass
@@ -166,7 +182,7 @@ class LoopOfARank:
 
 
 def loop_worker(rank: int, world_size: int, tensor: int, pipeline: int, folder: str) -> LoopOfARank:
-    """Three iterations, of which the first goes uncompressed; saved behind the second, and resumed."""
+    """Train three iterations, of which the first goes uncompressed, and resume from the second."""
     os.environ["RANK"] = str(rank)
     from megatron.core import parallel_state
 
@@ -208,7 +224,7 @@ LOOPS = {
 
 @functools.cache
 def loop_of(layout: str) -> list[LoopOfARank]:
-    """Each rank of a loop; trained once."""
+    """Train a loop once, and return its ranks."""
     tensor, pipeline, _ = LOOPS[layout]
     with tempfile.TemporaryDirectory() as folder:
         return spawn(loop_worker, 4, tensor, pipeline, folder)
@@ -252,8 +268,8 @@ def example_of_a_loop() -> Run:
     """A run of examples/own_loop.py on four ranks."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder, "saved")
-        words = ("--tensor", "2", "--iterations", "20", "--save", str(saved))
-        run = start("examples/own_loop.py", *words, processes=4).finish(240)
+        flags = ("--tensor", "2", "--iterations", "20", "--save", str(saved))
+        run = start("examples/own_loop.py", *flags, processes=4).finish(240)
         assert run.returncode == 0, run.output[-3000:]
         assert any(saved.iterdir()), "the checkpoint"
     return run
@@ -277,6 +293,7 @@ def test_the_example_of_a_loop_says_what_it_sent() -> None:
 
 
 def test_the_example_of_a_loop_does_without_megatron_training() -> None:
-    code = "import examples.own_loop, sys; print([m for m in sys.modules if m.startswith('megatron.training')])"
+    modules = "[name for name in sys.modules if name.startswith('megatron.training')]"
+    code = f"import examples.own_loop, sys; print({modules})"
     loaded = launched([sys.executable, "-W", "ignore", "-c", code], environment()).finish(240)
     assert loaded.output.splitlines()[-1] == "[]", loaded.output[-3000:]

@@ -1,8 +1,11 @@
-"""The distributed tests of tensor and context parallelism and CAAT-Net again, on CUDA devices over NCCL."""
+"""The tests of tensor and context parallelism and CAAT-Net again, on CUDA devices over NCCL."""
+
+import functools
 
 import pytest
 import torch
 
+from tests.distributed import test_context_parallel
 from tests.distributed.spawn import spawn
 from tests.distributed.test_caat_net import (
     check_against_emulation,
@@ -11,7 +14,6 @@ from tests.distributed.test_caat_net import (
     traffic_worker,
 )
 from tests.distributed.test_collectives import collectives_worker
-from tests.distributed.test_context_parallel import attention_worker, check_ranks
 from tests.distributed.test_tensor_parallel_layers import TACO_BOUND, layers_worker
 from tests.distributed.test_tensor_parallel_model import (
     ITERATIONS,
@@ -43,29 +45,49 @@ def test_layers(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_replicas_stay_identical(world_size: int) -> None:
     """Residual stream and replicated parameters agree bit for bit over 50 iterations."""
-    (hashes, first, last), *others = spawn(replica_worker, world_size, ITERATIONS, backend="nccl")
-    assert last < first - 0.5
-    for other, _, _ in others:
-        assert other == hashes
+    by_rank = spawn(replica_worker, world_size, ITERATIONS, backend="nccl")
+    first_hashes, first_loss, last_loss = by_rank[0]
+    assert last_loss < first_loss - 0.5
+    for hashes, _, _ in by_rank:
+        assert hashes == first_hashes
 
 
 @needs(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fewer_query_groups_than_ranks(sequence_parallel: bool) -> None:
-    """The gather of qkv, and what it stands for."""
+    """The gather of qkv is compressed, and its results are right."""
     check_few_groups(sequence_parallel, backend="nccl")
 
 
+@functools.cache
+def attention(transport: str) -> list[dict]:
+    """Return the results of context parallelism by rank."""
+    return spawn(test_context_parallel.attention_worker, 2, transport, backend="nccl")
+
+
 @needs(2)
-def test_context_parallel_attention() -> None:
-    """As on the CPU; and every transport gives the same bits."""
-    found = {}
-    for transport in ("collective", "auto"):
-        found[transport] = spawn(attention_worker, 2, transport, backend="nccl")
-        check_ranks(found[transport])
-    for one, other in zip(*found.values(), strict=True):
-        for spec in ("lossless", "int8"):
-            assert all(map(torch.equal, one["bits"][spec][0], other["bits"][spec][0])), spec
+@pytest.mark.parametrize("codec", test_context_parallel.CODECS)
+@pytest.mark.parametrize("mask", test_context_parallel.MASKS)
+@pytest.mark.parametrize("transport", ["collective", "auto"])
+def test_context_parallel_ranks_compute_what_one_process_does(transport, mask, codec) -> None:
+    test_context_parallel.check_fp64(attention(transport), mask, codec)
+
+
+@needs(2)
+@pytest.mark.parametrize("transport", ["collective", "auto"])
+def test_context_parallel_codecs(transport: str) -> None:
+    """Lossless changes no bit, and int8 little."""
+    test_context_parallel.check_lossless(attention(transport))
+    test_context_parallel.check_int8(attention(transport))
+
+
+@needs(2)
+@pytest.mark.parametrize("spec", ["lossless", "int8"])
+def test_context_parallel_transports_have_the_same_bits(spec: str) -> None:
+    for collective, auto in zip(attention("collective"), attention("auto"), strict=True):
+        expected = collective["bf16"][spec].tensors
+        actual = auto["bf16"][spec].tensors
+        assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
