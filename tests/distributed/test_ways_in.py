@@ -276,7 +276,7 @@ def example_of_a_loop() -> Run:
 
 
 def test_the_example_of_a_loop_learns() -> None:
-    """Its data has a rule, so what is copied from it trains: the loss halves within 20 iterations."""
+    """Its data has a rule, so copies of it train: the loss halves within 20 iterations."""
     lines = re.findall(r"iteration (\d+): loss ([\d.]+)", example_of_a_loop().output)
     losses = [float(loss) for _, loss in lines]
     assert [int(iteration) for iteration, _ in lines] == list(range(1, 21))

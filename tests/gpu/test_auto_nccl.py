@@ -1,4 +1,4 @@
-"""--compression auto over NCCL: candidates can be timed; a run decides in time and checks itself."""
+"""--compression auto over NCCL: candidates can be timed; a run decides and checks itself."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts on two CUDA devices over NCCL: the Triton kernels, real streams, and whole runs."""
+"""Mixtures of experts on two CUDA devices over NCCL: Triton kernels, real streams, whole runs."""
 
 from pathlib import Path
 
@@ -31,22 +31,25 @@ LAYOUTS = {
         dict(moe_router_topk=1, moe_router_pre_softmax=True),
     ),
 }
-TRAINED = """--hidden-size 256 --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
-    --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu --normalization RMSNorm --bf16
-    --expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --train-iters 20 --lr-decay-iters 20"""
+TRAINED = """--hidden-size 256 --num-experts 8 --moe-router-topk 2
+    --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 128 --disable-bias-linear --swiglu
+    --normalization RMSNorm --bf16 --expert-model-parallel-size 2 --use-distributed-optimizer
+    --overlap-grad-reduce --overlap-param-gather --train-iters 20 --lr-decay-iters 20"""
 OVERLAP = "--overlap-moe-expert-parallel-comm --global-batch-size 12"
 
 pytestmark = [pytest.mark.multigpu, needs(2)]
 
 
 ranks = spawned(layers_worker, 2, LAYOUTS, backend="nccl", timeout=400)
-"""What each of two ranks found, as on CPUs."""
+"""Results of each of two ranks, as on CPUs."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_and_bytes(ranks: list[dict], layout: str) -> None:
-    """Identity against megatron-core's own (atomics may change a last bit); the ledger counts every byte."""
+    """Identity computes what megatron-core does, but for a last bit that atomics may change.
+
+    The ledger counts every byte.
+    """
     for rank in ranks:
         assert rank[layout]["identity"] < 1e-6
         assert 0 < rank[layout]["int8:group=64"] < 0.05
@@ -77,10 +80,10 @@ def test_whole_runs(tmp_path: Path, layers: str) -> None:
     plain = _losses(tmp_path / "plain", *layers.split())
     codecs = ("--ep-compression", "int8", "--dp-compression", "sdp4bit")
     assert _losses(tmp_path / "int8", *layers.split(), *codecs) == pytest.approx(plain, rel=0.01)
-    found = _losses(tmp_path / "int6", *layers.split(), "--ep-compression", "int6")
-    assert found == pytest.approx(plain, rel=0.01)
+    int6 = _losses(tmp_path / "int6", *layers.split(), "--ep-compression", "int6")
+    assert int6 == pytest.approx(plain, rel=0.01)
 
 
 def _losses(report: Path, *flags: str) -> dict[int, float]:
-    streams = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # one queue would run them one after the other
+    streams = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # one queue would serialise them
     return losses(train(*TRAINED.split(), *flags, processes=2, report=report, **streams))

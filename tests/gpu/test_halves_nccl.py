@@ -1,7 +1,7 @@
-"""Blocks in turn on CUDA devices over NCCL: the losses and gradients of the whole, the same bits each time.
+"""Halves of blocks in turn on CUDA devices over NCCL: losses and gradients, and equal bits each time.
 
-Gradients are added to main_grad by their GEMMs, under Megatron's DDP; exchanges are under way meanwhile, so a
-wait that is missing would show in the bits.
+Gradients are added to main_grad by their GEMMs, under Megatron's DDP; exchanges are under way
+meanwhile, so a wait that is missing would show in the bits.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ CASES = {
 
 
 class Step(NamedTuple):
-    """Losses of two micro-batches, and what they left in main_grad."""
+    """Losses of two micro-batches, and their gradients in main_grad."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
@@ -47,11 +47,8 @@ def _step(rank: int, world_size: int, settings: dict, changes: dict) -> Step:
     from megatron.core.transformer.enums import AttnBackend
 
     run = run_with(**settings)
-    changes = {
-        **MODEL,
-        "attention_backend": AttnBackend.unfused,
-        **changes,
-    }  # fused ones differ each time
+    # Fused attention differs each time.
+    changes = {**MODEL, "attention_backend": AttnBackend.unfused, **changes}
     model = build_tiny_gpt(rank, world_size, run, torch.bfloat16, **changes)
     wrapped = _wrapped(model, fp32_gradients=True)
     wrapped.zero_grad_buffer()
@@ -69,19 +66,20 @@ def _step(rank: int, world_size: int, settings: dict, changes: dict) -> Step:
 
 
 def worker(rank: int, world_size: int) -> dict[str, tuple[Step, list[Step]]]:
-    """By case: the whole, and halves, repeated."""
+    """Return by case the step without halves, and steps with halves, repeated."""
     start_model_parallel(world_size)
     from megatron.compression.tensor_parallel.weight_gradient import fill_weight_gradient_slot
 
     fill_weight_gradient_slot()
-    # The embedding's gradient has the same bits each time only so. Memory that is not written is NaN then.
+    # Only then has the embedding's gradient the same bits each time. Memory that is not written is
+    # NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
     results = {}
     for name, (settings, changes) in CASES.items():
-        whole = _step(rank, world_size, settings, changes)
+        serial = _step(rank, world_size, settings, changes)
         halved = settings | {"overlap": "halves"}
         halves = [_step(rank, world_size, halved, changes) for _ in range(REPEATED)]
-        results[name] = whole, halves
+        results[name] = serial, halves
     return results
 
 
@@ -90,16 +88,29 @@ results = spawned(worker, 2, backend="nccl")
 
 @pytest.mark.parametrize("case", CASES)
 def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> None:
-    """To the rounding of bf16 sums and of codes; three runs and all ranks have equal losses."""
-    lossy = "uncompressed" not in case
+    """They do to the rounding of bf16 sums and of codes."""
+    is_lossy = "uncompressed" not in case
     for rank in results:
-        whole, (first, *others) = rank[case]
-        assert first.losses == pytest.approx(whole.losses, rel=4e-3 if lossy else 1e-3)
-        assert first.losses == results[0][case][1][0].losses
-        assert all(other.losses == first.losses for other in others)
-        for name, gradient in whole.gradients.items():
-            difference = (first.gradients[name] - gradient).norm() / gradient.norm()
-            assert 0 <= float(difference) < (0.15 if lossy else 0.03), f"{name} {difference}"
-            assert all(
-                torch.equal(other.gradients[name], first.gradients[name]) for other in others
-            ), name
+        serial, (halves, *_) = rank[case]
+        assert halves.losses == pytest.approx(serial.losses, rel=4e-3 if is_lossy else 1e-3)
+        for name, gradient in serial.gradients.items():
+            difference = (halves.gradients[name] - gradient).norm() / gradient.norm()
+            assert 0 <= float(difference) < (0.15 if is_lossy else 0.03), f"{name} {difference}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_have_equal_losses(results: list[dict], case: str) -> None:
+    _, (expected, *_) = results[0][case]
+    for rank in results:
+        _, (halves, *_) = rank[case]
+        assert halves.losses == expected.losses
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_repeated_steps_have_equal_bits(results: list[dict], case: str) -> None:
+    for rank in results:
+        _, (first, *repeated) = rank[case]
+        for step in repeated:
+            assert step.losses == first.losses
+            for name, gradient in first.gradients.items():
+                assert torch.equal(step.gradients[name], gradient), name

@@ -27,7 +27,9 @@ def test_exchanges(world_size: int) -> None:
 
 
 def sums_worker(rank: int, world_size: int) -> list[bool]:
-    transports, same = Transports("host"), []
+    """Return for each sum whether copies and NCCL give the same bits."""
+    transports = Transports("host")
+    same = []
     (line,) = transports.prepare([dist.group.WORLD])
     assert "through host memory" in line
     by_copies = transports.transport(dist.group.WORLD)
@@ -47,8 +49,7 @@ def sums_worker(rank: int, world_size: int) -> list[bool]:
 
 
 @needs(2, shared=False)
-def test_sums_have_the_same_bits() -> None:
-    """Whatever carries the payloads."""
+def test_sums_have_the_bits_of_nccl() -> None:
     for same in spawn(sums_worker, 2, backend="nccl"):
         assert all(same)
 
@@ -69,8 +70,10 @@ def data_parallel_worker(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", UNSHARED)
 def test_data_parallel_payloads_have_the_same_bits(world_size: int) -> None:
-    """Gradients by SDP4Bit and others, several buckets under way, weights, and TAGC; over one node, and over
-    two of two devices; and a training, whose hooks run in autograd's thread."""
+    """Gradients of several buckets under way, weights, and TAGC, over one node and over two.
+
+    A training has them too: its hooks run in autograd's thread.
+    """
     spawn(data_parallel_worker, world_size, backend="nccl")
 
 
@@ -118,21 +121,28 @@ def corners_worker(rank: int, world_size: int) -> None:
 
 @needs(2, shared=False)
 def test_corners() -> None:
-    """A thread without a context, handles that are dropped, side streams, and a capture that is given up."""
+    """Threads without a context, dropped handles, side streams, and a capture that is given up."""
     spawn(corners_worker, 2, backend="nccl")
 
 
 def captures_worker(rank: int, world_size: int) -> list[bool]:
-    transports, same = Transports("host"), []
+    """Return for each replay whether it and the exchanges around it have NCCL's bits."""
+    transports = Transports("host")
+    same = []
     transports.prepare([dist.group.WORLD])
-    transport, by_nccl = (
-        one.transport(dist.group.WORLD) for one in (transports, Transports("collective"))
-    )
-    codec, side, forked = parse_codec("int6"), torch.cuda.Stream(), torch.cuda.Stream()
+    transport = transports.transport(dist.group.WORLD)
+    by_nccl = Transports("collective").transport(dist.group.WORLD)
+    codec = parse_codec("int6")
+    side = torch.cuda.Stream()
+    forked = torch.cuda.Stream()
     generator = torch.Generator("cuda").manual_seed(rank)
 
     def captured(numel: int) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor], list[torch.Tensor]]:
-        """Two sums on two streams and, larger than the rings, a gather; their inputs and outputs."""
+        """Capture two sums on two streams and a gather that is larger than the rings.
+
+        Returns:
+            The graph, its inputs and its outputs.
+        """
         values = [
             torch.zeros(numel + more, device="cuda", dtype=torch.bfloat16) for more in (0, 777)
         ]
@@ -148,16 +158,16 @@ def captures_worker(rank: int, world_size: int) -> list[bool]:
             first.advance()
             gathered, work = transport.all_gather(payload)
             with torch.cuda.stream(forked):
-                found = [second.wait()]
-            found.insert(0, first.wait())
+                second_sum = second.wait()
+            first_sum = first.wait()
             work.wait()
             torch.cuda.current_stream().wait_stream(forked)
-        return graph, [*values, payload], [*found, gathered]
+        return graph, [*values, payload], [first_sum, second_sum, gathered]
 
     graphs = [captured(numel) for numel in (1000, 400_000, 2_000_000)]
     for number in range(100):
-        graph, given, found = graphs[number % 3]
-        for x in given:
+        graph, inputs, outputs = graphs[number % 3]
+        for x in inputs:
             x.copy_(torch.randn(x.shape, device="cuda", generator=generator) * 50)
         early, late = (
             torch.randn(10 ** (3 + number % 5), device="cuda", generator=generator).bfloat16()
@@ -171,10 +181,10 @@ def captures_worker(rank: int, world_size: int) -> list[bool]:
                 graph.replay()
         sums = [all_reduce(late, codec, transport).wait(), under_way.wait()]
         torch.cuda.current_stream().wait_stream(side)
-        expected = [all_reduce(x, codec, by_nccl).wait() for x in (late, early, *given[:2])]
-        parts = [torch.empty_like(given[2]) for _ in range(world_size)]
-        dist.all_gather(parts, given[2])
-        same.append(all(map(torch.equal, [*sums, *found], [*expected, torch.cat(parts)])))
+        expected = [all_reduce(x, codec, by_nccl).wait() for x in (late, early, *inputs[:2])]
+        parts = [torch.empty_like(inputs[2]) for _ in range(world_size)]
+        dist.all_gather(parts, inputs[2])
+        same.append(all(map(torch.equal, [*sums, *outputs], [*expected, torch.cat(parts)])))
     return same
 
 
@@ -184,9 +194,8 @@ def test_replays_have_the_bits_of_eager_exchanges(
     world_size: int, connections: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager exchanges are under way when a graph is replayed, on the same stream or on another."""
-    monkeypatch.setenv(
-        "CUDA_DEVICE_MAX_CONNECTIONS", connections
-    )  # the streams of a device share few queues
+    # With 1 the streams of a device share one queue.
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     for same in spawn(captures_worker, world_size, backend="nccl"):
         assert all(same), [number for number, equal in enumerate(same) if not equal]
 

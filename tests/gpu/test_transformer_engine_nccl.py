@@ -1,4 +1,4 @@
-"""Transformer Engine's own layers with compressed collectives: layers, checkpoints, other dimensions."""
+"""Transformer Engine's layers with compressed collectives: layers, checkpoints, dimensions."""
 
 import itertools
 from functools import partial
@@ -16,13 +16,20 @@ from tests.gpu.training import losses, train
 pytestmark = [pytest.mark.multigpu, needs(2), needs_transformer_engine]
 
 STEPS = 3
-ENGINE = """--transformer-impl transformer_engine --bf16 --hidden-size 256 --use-distributed-optimizer
-    --no-create-attention-mask-in-dataloader"""
+ENGINE = """--transformer-impl transformer_engine --bf16 --hidden-size 256
+    --use-distributed-optimizer --no-create-attention-mask-in-dataloader"""
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
 def build(rank: int, state, fuse: bool, **changes):
-    """The tiny GPT of TE's layers, whose GEMMs may add to an fp32 main_grad."""
+    """Build the tiny GPT of TE's layers.
+
+    Args:
+        rank: this rank.
+        state: the run.
+        fuse: GEMMs add weight gradients to an fp32 main_grad.
+        changes: of the model's config.
+    """
     changes |= dict(
         transformer_impl="transformer_engine", hidden_size=256, gradient_accumulation_fusion=fuse
     )
@@ -36,14 +43,25 @@ def build(rank: int, state, fuse: bool, **changes):
 def trained(
     rank: int, codec: str | None, fuse: bool, **changes
 ) -> tuple[list[float], dict, object]:
-    """A few iterations of plain gradient descent: losses, last gradients, and the run's state."""
+    """Train a few iterations of gradient descent without an optimizer.
+
+    Args:
+        rank: this rank.
+        codec: None leaves out our hooks.
+        fuse: see ``build``.
+        changes: of the model's config.
+
+    Returns:
+        Losses, last gradients, and the run.
+    """
     state = run_with(codec or "none")
     model = build(rank, state, fuse, attach=codec is not None, **changes)
     parameters = dict(model.named_parameters())
     losses = []
     for step in range(STEPS):
         for parameter in parameters.values():
-            parameter.grad, parameter.grad_added_to_main_grad = None, False
+            parameter.grad = None
+            parameter.grad_added_to_main_grad = False
             parameter.main_grad.zero_()
         loss = model(**batch(step, rank)).float().mean()
         loss.backward()
@@ -61,9 +79,8 @@ def engine_worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     fill_weight_gradient_slot()
     results = {}
-    for recipe, parallel, fuse in itertools.product(
-        ("bf16", "delayed", "tensorwise"), *[(False, True)] * 2
-    ):
+    recipes = ("bf16", "delayed", "tensorwise")
+    for recipe, parallel, fuse in itertools.product(recipes, (False, True), (False, True)):
         fp8 = {} if recipe == "bf16" else {"fp8": "hybrid", "fp8_recipe": recipe}
         changes = {"sequence_parallel": parallel, **fp8}
         results[f"{recipe} sequence_parallel={parallel} fuse={fuse}"] = checked(rank, fuse, changes)
@@ -71,7 +88,16 @@ def engine_worker(rank: int, world_size: int) -> dict:
 
 
 def checked(rank: int, fuse: bool, changes: dict) -> dict:
-    """One setting: without our hooks twice, with them and no loss, with int8; what is counted."""
+    """Train one setting without our hooks twice, with the identity codec and with int8.
+
+    Args:
+        rank: this rank.
+        fuse: see ``build``.
+        changes: of the model's config.
+
+    Returns:
+        Losses, differences of gradients, kinds in the ledger, and what it does not know.
+    """
     hooked = build(rank, run_with("int8"), fuse, **changes)
     bare = build(rank, run_with("none"), fuse, attach=False, **changes)
     hooked.load_state_dict(bare.state_dict())  # strict: checkpoints do not know about compression
@@ -96,7 +122,13 @@ def checked(rank: int, fuse: bool, changes: dict) -> dict:
 
 
 def not_in_the_ledger(rank: int, fuse: bool, changes: dict) -> list[str]:
-    """What c10d is given in one iteration beyond what the ledger counts, and what it is given in all."""
+    """Return what c10d is given in one iteration beyond what the ledger counts.
+
+    Args:
+        rank: this rank.
+        fuse: see ``build``.
+        changes: of the model's config.
+    """
     from megatron.core import parallel_state
 
     from megatron.compression.communication.audit import BackendAudit
@@ -106,56 +138,58 @@ def not_in_the_ledger(rank: int, fuse: bool, changes: dict) -> list[str]:
     model = build(rank, state, fuse, **changes)
     with BackendAudit(state.ledger, lambda: {"tensor parallel": [group]}) as audit:
         model(**batch(0, rank)).float().mean().backward()
-    given = {
-        f"{operation} {payload}": sent for (_, operation, payload), sent in audit.given.items()
-    }
-    return [f"{line}; given: {given}, counted: {state.ledger.rows()}" for line in audit.finish()]
+    sent = {}
+    for (_, operation, payload), sent_bytes in audit.given.items():
+        sent[f"{operation} {payload}"] = sent_bytes
+    return [f"{line}; given: {sent}, counted: {state.ledger.rows()}" for line in audit.finish()]
 
 
 def difference(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative L2 error."""
+    """Return the relative L2 error."""
     return float((value - reference).norm() / reference.norm().clamp_min(1e-12))
 
 
 def test_layers() -> None:
-    """Identity codec: TE's own losses and gradients. int8: near, and nothing is sent that is not counted."""
+    """With the identity codec losses and gradients are TE's own, and with int8 near.
+
+    Nothing is sent that is not counted.
+    """
     for result in spawn(engine_worker, 2, backend="nccl", timeout=500):
-        for name, found in result.items():
-            print(name, found)
-            losses, _, same, compressed = found["losses"]
-            assert found["identity"] <= max(2 * found["noise"], 2e-2), (
-                name
-            )  # an fp32 sum rounds once
+        for name, setting in result.items():
+            print(name, setting)
+            losses, _, same, compressed = setting["losses"]
+            # An fp32 sum rounds once.
+            assert setting["identity"] <= max(2 * setting["noise"], 2e-2), name
             assert same == pytest.approx(losses, abs=5e-3), name
             assert compressed == pytest.approx(losses, abs=5e-2), name
             gathers_fp8 = "bf16" not in name and "sequence_parallel=True" in name
             allowed = {"compressed", "fp8"} if gathers_fp8 else {"compressed"}
             for traffic in ("tp.forward", "tp.backward"):
-                assert found["kinds"][traffic] == allowed, name
-            assert found["unknown"] == [], name
+                assert setting["kinds"][traffic] == allowed, name
+            assert setting["unknown"] == [], name
 
 
 def run(flags: str, report: Path) -> dict:
-    """A run on two ranks."""
+    """Return the report of a run on two ranks."""
     return train(*ENGINE.split(), *flags.split(), processes=2, report=report)
 
 
 def test_checkpoints_know_nothing_of_compression(tmp_path: Path) -> None:
-    """Saved without --taco, loaded with it, saved again, loaded without: each goes on from there."""
+    """A run goes on that is saved without --taco, loaded with it, saved again, loaded without."""
     folder = tmp_path / "checkpoints"
-    keep = f"{TENSOR} --train-iters 12 --save {folder} --load {folder} --save-interval 4 --exit-interval 4"
-    found = {}
+    saved = f"--save {folder} --load {folder} --save-interval 4 --exit-interval 4"
+    flags = f"{TENSOR} --train-iters 12 {saved}"
+    by_iteration = {}
     for part, codec in enumerate(("", "--taco --compression-min-mb 0", "")):
-        report = run(f"{keep} {codec}", tmp_path / str(part))
+        report = run(f"{flags} {codec}", tmp_path / str(part))
         sent = report["summary"]["bytes_per_iteration"]["tp.forward"]
         assert (sent["sent"] < 0.7 * sent["uncompressed"]) == bool(codec)
-        found |= losses(report)
-    assert sorted(found) == list(range(1, 13))
+        by_iteration |= losses(report)
+    assert sorted(by_iteration) == list(range(1, 13))
     exact = losses(run(f"{TENSOR} --train-iters 12", tmp_path / "whole"))
-    assert {i: found[i] for i in range(1, 5)} == pytest.approx(
-        {i: exact[i] for i in range(1, 5)}, rel=1e-3
-    )
-    assert found == pytest.approx(exact, rel=0.02)
+    for iteration in range(1, 5):
+        assert by_iteration[iteration] == pytest.approx(exact[iteration], rel=1e-3)
+    assert by_iteration == pytest.approx(exact, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +204,6 @@ def test_other_dimensions(flags: str, channel: str, tmp_path: Path) -> None:
     report = run(flags, tmp_path)
     pair = report["summary"]["bytes_per_iteration"][channel]
     assert 0 < pair["sent"] < 0.6 * pair["uncompressed"]
-    found = losses(report)
-    assert sorted(found) == [1, 2, 3, 4] and found[4] < found[1]
+    by_iteration = losses(report)
+    assert sorted(by_iteration) == [1, 2, 3, 4]
+    assert by_iteration[4] < by_iteration[1]

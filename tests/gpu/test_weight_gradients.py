@@ -1,4 +1,4 @@
-"""A weight gradient is added to main_grad by its GEMM: in place, in fp32, without a buffer; Adam is fused."""
+"""A weight gradient is added to main_grad by its GEMM, in place and in fp32; Adam is fused."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,13 @@ import torch
 from megatron.compression.patches.gaps import fuse
 from megatron.compression.tensor_parallel.weight_gradient import add_product
 
-TOKENS, OUT, IN = 4096, 2048, 1536
+TOKENS = 4096
+OUT = 2048
+IN = 1536
 
 
 def peak_of(call: Callable[[], None]) -> int:
-    """Bytes that the call needs in addition to what is allocated."""
+    """Return the bytes that the call needs in addition to what is allocated."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -28,24 +30,22 @@ def test_products_are_added_in_place(dtype: torch.dtype, main: str, halves: int)
     """Against float64: a product rounded to bf16 or fp16 first would be off by more than 2e-4."""
     generator = torch.Generator("cuda").manual_seed(0)
     draw = dict(device="cuda", generator=generator)
-    x, grad_output = (
-        torch.randn(TOKENS, IN, **draw).to(dtype),
-        torch.randn(TOKENS, OUT, **draw).to(dtype),
-    )
+    x = torch.randn(TOKENS, IN, **draw).to(dtype)
+    grad_output = torch.randn(TOKENS, OUT, **draw).to(dtype)
     main_dtype = torch.float32 if main == "fp32" else dtype
     main_grad = torch.randn(OUT, IN, **draw).to(main_dtype)
-    wanted = main_grad.double() + grad_output.double().t() @ x.double()
+    expected = main_grad.double() + grad_output.double().t() @ x.double()
     parts = list(zip(grad_output.chunk(halves, dim=1), main_grad.chunk(halves), strict=True))
     for part, rows in parts:
         add_product(x, part, rows.clone())  # cuBLAS allocates its workspace
     peak = peak_of(lambda: [add_product(x, part, rows) for part, rows in parts])
     assert peak < main_grad.nbytes / 8, "no copy of main_grad and no product beside it"
-    error = float((main_grad.double() - wanted).abs().max() / wanted.abs().max())
+    error = float((main_grad.double() - expected).abs().max() / expected.abs().max())
     assert error < (5e-5 if main == "fp32" else torch.finfo(dtype).eps)
 
 
 def test_fused_adam_steps_as_the_unfused() -> None:
-    """Ten steps end within rounding of the unfused optimizer's, also over a saved and loaded state."""
+    """Ten steps end within rounding of the unfused one's, also over a saved and loaded state."""
     generator = torch.Generator("cuda").manual_seed(0)
     start = [torch.randn(n, device="cuda", generator=generator) for n in (1000, 37)]
     ends = []
