@@ -84,7 +84,7 @@ def make_slow(payloads: bool) -> None:
 
 
 def _is_payload(args: tuple) -> bool:
-    """Whether a call sends bytes (uint8), as compressed payloads are."""
+    """Return true if a call sends bytes (uint8), as compressed payloads are."""
     tensors = args
     if isinstance(args[0], list):
         tensors = [op.tensor for op in args[0]]

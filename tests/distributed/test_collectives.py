@@ -37,7 +37,7 @@ ONE_HOP = {"fp8-e4m3": 0.028, "fp8-e5m2": 0.056, "int8": 0.008, "int4": 0.14}
 
 
 def _rank_tensor(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What rank ``rank`` brings, on the calling rank's device."""
+    """Return the tensor of rank ``rank``, on the calling rank's device."""
     generator = torch.Generator().manual_seed(1000 * rank + sum(shape))
     return torch.randn(shape, generator=generator).to(device_of(dist.get_rank()), dtype)
 
@@ -50,7 +50,7 @@ def _relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _cases(world_size: int) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """(what this rank brings, what every rank brings), of every shape and dtype."""
+    """Yield this rank's tensor and every rank's, of every shape and dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         for shape in SHAPES:
             inputs = [_rank_tensor(rank, shape, dtype) for rank in range(world_size)]
@@ -58,7 +58,7 @@ def _cases(world_size: int) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 def check_exact_sums(world_size: int) -> None:
-    """By the identity codec, and without one, a sum is that in fp32 in the order of the ranks."""
+    """Check that exact sums are those in fp32 in the order of the ranks: identity, and no codec."""
     group = dist.group.WORLD
     for x, inputs in _cases(world_size):
         in_order = sum((addend.float() for addend in inputs[1:]), inputs[0].float()).to(x.dtype)
@@ -104,7 +104,7 @@ def check_given_buffers(world_size: int) -> None:
 
 
 def check_scatter(world_size: int) -> None:
-    """Each rank keeps its slice of the sum; a first dimension that does not divide is refused."""
+    """Check each rank's slice of the sum, and that a first dimension has to divide."""
     rank = dist.get_rank()
     transport = TorchTransport(dist.group.WORLD)
     codec = parse_codec("taco")
@@ -171,7 +171,7 @@ def check_several_communicators(world_size: int) -> None:
 
 
 def check_timeout(world_size: int) -> None:
-    """What torch waits for, kernels over symmetric memory wait for."""
+    """Check that kernels over symmetric memory wait as long as torch does."""
     slow = dist.new_group(range(world_size), timeout=datetime.timedelta(minutes=7))
     assert timeout_of(slow) == 420.0
 
@@ -211,7 +211,7 @@ CHECKS = {
 
 
 def collectives_worker(rank: int, world_size: int) -> dict:
-    """By check what it returns, or the trace of its failure."""
+    """Return the result of each check, or the trace of its failure."""
     results = {}
     for name, check in CHECKS.items():
         try:
@@ -227,15 +227,14 @@ three_ranks = spawned(collectives_worker, 3)
 
 @pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
 @pytest.mark.parametrize("name", [name for name in CHECKS if name != "lossy sums"])
-def test_collectives(ranks: str, name: str, request: pytest.FixtureRequest) -> None:
-    """Each check holds on every rank."""
+def test_check_holds_on_every_rank(ranks: str, name: str, request: pytest.FixtureRequest) -> None:
     for results in request.getfixturevalue(ranks):
         assert results[name] is None, results[name]
 
 
 @pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
 def test_all_ranks_end_with_the_same_bits(ranks: str, request: pytest.FixtureRequest) -> None:
-    """Of lossy sums, which are right within the codec's bound."""
+    """Lossy sums have equal bits, which are right within the codec's bound."""
     first, *rest = (results["lossy sums"] for results in request.getfixturevalue(ranks))
     assert isinstance(first, dict), first
     assert len(first) == 2 * len(SHAPES) * len(ONE_HOP)
@@ -265,5 +264,5 @@ def groups_worker(rank: int, world_size: int) -> None:
     torch.__version__ >= (2, 15), reason="torch's own new_group waits forever there, since 2.15"
 )
 def test_groups_are_made_where_ranks_are_in_different_numbers_of_them() -> None:
-    """Further communicators of two ranks, one of them in two groups that the other does not know of."""
+    """Two ranks make further communicators; one of them has two groups that the other lacks."""
     spawn(groups_worker, 3)

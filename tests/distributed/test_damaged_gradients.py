@@ -25,7 +25,7 @@ DAMAGED = {
 
 
 def damage(model: nn.Module, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Have the next backward's gradient of a parameter be ``change(gradient)``."""
+    """Replace the next gradient of a parameter by ``change(gradient)``."""
     parameter = dict(model.named_parameters())[name]
 
     def change_once(gradient: torch.Tensor) -> torch.Tensor:
@@ -36,14 +36,23 @@ def damage(model: nn.Module, name: str, change: Callable[[torch.Tensor], torch.T
 
 
 def scatter_exponents(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient times powers of two from 2^-30 to 2^30: a lossless payload has no room for these."""
+    """Scale values by powers of two from 2^-30 to 2^30, for which lossless payloads lack room."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.randint(-30, 31, gradient.shape, generator=generator)
     return gradient * torch.exp2(exponents.float())
 
 
 def reduced(rank: int, setup: Setup, name: str) -> tuple[torch.Tensor, set[str]]:
-    """All gradients after one reduction in which rank 1 damages those of a parameter; the ledger's kinds."""
+    """Reduce gradients of which rank 1 has damaged a parameter's.
+
+    Args:
+        rank: this rank.
+        setup: the training.
+        name: of the parameter.
+
+    Returns:
+        All gradients, and the ledger's kinds.
+    """
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
     from tests.distributed.tiny_ddp import batch_of
@@ -60,7 +69,7 @@ def reduced(rank: int, setup: Setup, name: str) -> tuple[torch.Tensor, set[str]]
 
 
 def overflow_worker(rank: int, ranks: int) -> dict[str, tuple[bool, set[str]]]:
-    """By bucket: equal to the uncompressed run's gradients to the bit; the ledger's kinds."""
+    """Return by bucket whether its bits are the uncompressed run's, and the ledger's kinds."""
     start(rank)
     outcomes = {}
     for bucket, name in DAMAGED.items():
@@ -72,7 +81,7 @@ def overflow_worker(rank: int, ranks: int) -> dict[str, tuple[bool, set[str]]]:
 
 @cache
 def overflows() -> list[dict[str, tuple[bool, set[str]]]]:
-    """What ``overflow_worker`` returned, by rank."""
+    """Return the results of ``overflow_worker`` by rank."""
     return spawn(overflow_worker, RANKS)
 
 
@@ -102,7 +111,7 @@ def set_nan(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def nan_worker(rank: int, ranks: int) -> dict[str, str]:
-    """By set-up the first line of the error that a NaN on every rank raises; empty: none."""
+    """Return by set-up the first line of the error that a NaN raises, or an empty text."""
     start(rank)
     errors = {}
     for name, setup in CHECKED.items():
@@ -122,7 +131,7 @@ def nan_worker(rank: int, ranks: int) -> dict[str, str]:
 
 @cache
 def nan_errors() -> list[dict[str, str]]:
-    """What ``nan_worker`` returned, by rank."""
+    """Return the results of ``nan_worker`` by rank."""
     return spawn(nan_worker, RANKS)
 
 

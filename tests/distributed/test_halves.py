@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     "int6": ({"codec": "int6"}, {}),
     "int6, two codecs, sequence parallel": ({"codec": "int6/int8", "layers": "0"}, SP),
 }
-"""Name: settings of ``run_with`` and of the model. Results are equal to rounding, of LOSSY close."""
+"""Settings of ``run_with`` and of the model; results are equal to rounding, or close if LOSSY."""
 LOSSY = (
     "int6",
     "int6, two codecs, sequence parallel",
@@ -57,7 +57,18 @@ SECOND_MASK = 5
 
 
 def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -> dict:
-    """Two micro-batches of a model that ``prepare`` has changed: losses, gradients, random state, bytes."""
+    """Run two micro-batches of a model.
+
+    Args:
+        rank: this rank.
+        world_size: tensor-parallel size.
+        case: of ``CASES``.
+        prepare: changes the model before.
+        mask: the second sequence does not see the token SECOND_MASK.
+
+    Returns:
+        Losses, gradients, random state and bytes.
+    """
     from megatron.core import tensor_parallel
 
     settings, changes = CASES[case]
@@ -97,10 +108,12 @@ def _train(rank: int, world_size: int, case: str, prepare, mask: bool = False) -
 
 
 def _loss(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
-    """Of this rank's part of the vocabulary, in the model's precision (the cross entropy is fp32's)."""
-    return (
-        model(**{name: value for name, value in inputs.items() if name != "labels"}).square().sum()
-    )
+    """Return a loss of this rank's part of the vocabulary, in the model's precision.
+
+    Megatron's cross entropy is in fp32.
+    """
+    arguments = {name: value for name, value in inputs.items() if name != "labels"}
+    return model(**arguments).square().sum()
 
 
 def _in_halves(model: torch.nn.Module) -> None:
@@ -110,15 +123,15 @@ def _in_halves(model: torch.nn.Module) -> None:
 
 
 def _refused(rank: int, world_size: int) -> dict[str, str | None]:
-    """What is said of what halves would leave out of a layer, or compute otherwise; by the expected words."""
+    """Return the refusals of layers of which halves would leave something out, by expected words."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron.compression.errors import CompressionConfigError
     from megatron.compression.tensor_parallel import halves_block
 
-    other = type("OtherLayer", (TransformerLayer,), {})
+    subclass = type("OtherLayer", (TransformerLayer,), {})
     changes = {
-        "is a OtherLayer": lambda layer: setattr(layer, "__class__", other),
+        "is a OtherLayer": lambda layer: setattr(layer, "__class__", subclass),
         "has hooks": lambda layer: layer.register_forward_hook(lambda *_: None),
         "in a way of its own": lambda layer: setattr(layer, "mlp_bda", lambda *_: None),
         "has a Linear": lambda layer: setattr(layer, "mlp", torch.nn.Linear(1, 1)),
@@ -145,7 +158,16 @@ def _refused(rank: int, world_size: int) -> dict[str, str | None]:
 
 
 def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]:
-    """Bytes of all tensors behind each of three training steps, without Python's search for rings."""
+    """Return the bytes of all tensors after each of three training steps.
+
+    Python's search for reference cycles is off.
+
+    Args:
+        rank: this rank.
+        world_size: tensor-parallel size.
+        prepare: changes the model before.
+        changes: of the model's config.
+    """
     model = build_tiny_gpt(rank, world_size, run_with("identity"), hidden_dropout=0.1, **changes)
     prepare(model)
     actual = []
@@ -155,9 +177,8 @@ def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]
         for step in range(3):
             _loss(model, batch(step, rank, SEQUENCES)).backward()
             model.zero_grad(set_to_none=True)
-            deadline = (
-                time.monotonic() + 5
-            )  # gloo's thread may hold the last message a moment longer
+            # gloo's thread may hold the last message a moment longer.
+            deadline = time.monotonic() + 5
             bytes_held = _held_bytes()
             while actual and bytes_held > actual[-1] and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -169,10 +190,12 @@ def _kept_alive(rank: int, world_size: int, prepare, changes: dict) -> list[int]
 
 
 def _held_bytes() -> int:
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+    sizes = {}
+    for tensor in gc.get_objects():
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _worker(rank: int, world_size: int) -> dict:

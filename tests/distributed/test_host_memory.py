@@ -458,7 +458,7 @@ DESCRIPTIONS = {
 
 @pytest.mark.parametrize("nodes", DESCRIPTIONS)
 def test_data_parallel_payloads_travel_through_host_memory_inside_nodes(nodes: str) -> None:
-    """What crosses nodes stays with torch.distributed; the bits and bytes are the same."""
+    """Between nodes torch.distributed carries them; the bits and bytes are the same."""
     for rank in data_parallel_results():
         assert rank[nodes] == DESCRIPTIONS[nodes]
 

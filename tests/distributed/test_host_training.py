@@ -66,7 +66,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path):
 
 
 def test_a_run_by_samples(tmp_path) -> None:
-    """With ``--train-samples`` the log has Megatron's number of iterations: 12 samples are 3."""
+    """The log has Megatron's number of iterations under ``--train-samples``: 12 samples are 3."""
     flags = tiny_flags("--train-samples", "12", "--compression-report", str(tmp_path / "report"))
     position = flags.index("--train-iters")
     del flags[position : position + 2]

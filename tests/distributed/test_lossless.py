@@ -262,7 +262,7 @@ def test_iteration_that_overflows_is_repeated_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_ranks_ask_for_overflows_in_evaluations_alone(name: str) -> None:
-    """In training they ask once an iteration. Only tensor parallelism compresses evaluations."""
+    """They ask once an iteration in training. Only tensor parallelism compresses evaluations."""
     _, compressed = runs(name)
     asked = observed(compressed)["asked"]
     assert not [phase for phase in asked if phase.startswith("training")]

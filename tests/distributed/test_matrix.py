@@ -361,7 +361,7 @@ THOROUGH = {"tensor and data": pytest.mark.thorough}
     "layout", [pytest.param(name, marks=THOROUGH.get(name, ())) for name in LAYOUTS]
 )
 def test_layout_trains_as_the_serial_run_and_resumes_exactly(runs: Runs, layout: str) -> None:
-    """With the distributed optimizer's overlaps every channel is compressed too.
+    """Every channel is compressed, beside the distributed optimizer's overlaps.
 
     Losses are near the serial run's; a resumed run ends in the same bits.
     """

@@ -40,7 +40,7 @@ def sent(
 def run(
     rank: int, setup: Setup, spec: str | None = None, node_size: int = 2
 ) -> tuple[Training, float]:
-    """A training, in which each instance counts as a node; and its loss, the mean over ranks and iterations.
+    """Train; each instance counts as a node. Return it and the mean loss over ranks and iterations.
 
     In the first iteration the ledger is compared with what the backend was given.
     """

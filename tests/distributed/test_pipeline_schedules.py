@@ -188,7 +188,7 @@ def test_lossless_payloads_that_fit_change_no_bit(results: list[dict], case: Cas
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_lossless_payloads_that_overflow_change_no_bit(results: list[dict], case: Case) -> None:
-    """Where a payload overflowed, every rank runs a second pass without the codec."""
+    """Every rank runs a second pass without the codec after an overflow."""
     for rank in results:
         check_lossless(rank[case.name]["overflow"], rank[case.name]["none"])
     if case.tensor == 1:  # with two tensor ranks a message is one tile, which has room even so

@@ -1,4 +1,4 @@
-"""scripts/_split.py: uncompressed collectives over several communicators give what one communicator gives."""
+"""scripts/_split.py: collectives over several communicators give the results of one."""
 
 import _split
 import pytest
@@ -8,9 +8,8 @@ import torch.distributed as dist
 from tests.distributed.spawn import spawn
 
 COMMUNICATORS = 3
-VALUES = (
-    2 * 3 * 5 * 1024 * 16
-)  # of fp32: 1.9 MiB, and no multiple of the communicators on two ranks
+VALUES = 2 * 3 * 5 * 1024 * 16
+"""fp32 values of a message: 1.9 MiB."""
 
 
 def all_reduce(values: torch.Tensor) -> torch.Tensor:
@@ -60,7 +59,7 @@ COLLECTIVES = {
 
 
 def compare(rank: int, world_size: int) -> dict[str, tuple[bool, list[int]]]:
-    """By collective: whether the split one gives the same bits, and how many parts it had."""
+    """Return by collective whether the split one has the same bits, and its number of parts."""
     generator = torch.Generator().manual_seed(rank)
     values = torch.randint(-100, 100, (VALUES,), generator=generator).float()
     expected = {name: collective(values) for name, collective in COLLECTIVES.items()}
@@ -88,7 +87,7 @@ def compare(rank: int, world_size: int) -> dict[str, tuple[bool, list[int]]]:
 
 @pytest.fixture(scope="module")
 def compared() -> list[dict]:
-    """What both ranks found."""
+    """Results of both ranks."""
     return spawn(compare, 2)
 
 

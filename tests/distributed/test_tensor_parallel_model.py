@@ -30,7 +30,7 @@ def replica_worker(rank: int, world_size: int, iterations: int) -> tuple[list[st
     """Train and hash everything that tensor-parallel ranks must hold in common.
 
     Returns:
-        Hashes (residual stream after each layer, replicated parameters) in order, first and last loss.
+        Hashes (residual stream after each layer, replicated parameters), first and last loss.
     """
     start_model_parallel(world_size)
     run = run_with()
@@ -54,7 +54,7 @@ def replica_worker(rank: int, world_size: int, iterations: int) -> tuple[list[st
 
 
 def test_replicas_stay_identical() -> None:
-    """50 iterations of bf16 training: residual stream and replicated parameters agree bit for bit."""
+    """Residual stream and replicated parameters agree bit for bit over 50 iterations in bf16."""
     (hashes, first, last), *others = spawn(replica_worker, 2, ITERATIONS)
     assert len(hashes) > ITERATIONS * LAYERS
     assert last < first - 0.5, "it must really have trained"
@@ -103,7 +103,7 @@ def test_parts_of_settings_that_meet_sites() -> None:
 
 
 def test_parts_of_settings_that_meet_no_site() -> None:
-    """Without sequence parallelism fc1 sends nothing forward, and the projection nothing backward."""
+    """Without sequence parallelism fc1 sends nothing forward, the projection nothing backward."""
     settings = {
         "compression": "int8;fc1=int4;fc2@embedding=int4",
         "backward": "int8;proj@0=int4",
@@ -129,12 +129,12 @@ def recomputed_mlp_worker(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_recomputed_mlp(ranks: int) -> None:
-    """``--recompute-modules mlp`` ends, on one rank too, with the gradients without it, bit for bit."""
+    """``--recompute-modules mlp`` has the gradients without it, bit for bit, on one rank too."""
     spawn(recomputed_mlp_worker, ranks, timeout=60)
 
 
 def audit_worker(rank: int, world_size: int) -> dict[tuple, list[dict]]:
-    """By case: the ledger's rows of two iterations, which are what the transport was given."""
+    """Return by case the ledger's rows of two iterations, which are the transport's bytes."""
     start_model_parallel(world_size)
     results = {}
     for sequence_parallel, name, trained in itertools.product((False, True), CASES, (True, False)):
@@ -168,10 +168,10 @@ CASES = {
     "a layer": {"layers": "1"},
 }
 MESSAGE = SEQUENCE * BATCH * HIDDEN * 2  # the whole sequence in bf16
-# Messages of one size over all ranks. With sequence parallelism a layer gathers before qkv and fc1 and
-# scatters after the projection and fc2; the backward does the opposite and gathers the inputs of qkv and fc1
-# again. The embedding reduces (learned positions are added before the split) and its backward gathers; the
-# output layer gathers, and its backward gathers again and scatters.
+# Messages of one size over all ranks. With sequence parallelism a layer gathers before qkv and fc1
+# and scatters after the projection and fc2; the backward does the opposite and gathers the inputs of
+# qkv and fc1 again. The embedding reduces (learned positions are added before the split) and its
+# backward gathers; the output layer gathers, and its backward gathers again and scatters.
 MESSAGES = {
     (False, "tp.forward"): {"all_reduce": 2 * LAYERS + 1},
     (False, "tp.backward"): {"all_reduce": 2 * LAYERS + 1},
@@ -188,36 +188,61 @@ FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (W-1)
 audited = spawned(audit_worker, 2)
 
 
+def hand_count(sequence_parallel: bool, channel: str, iterations: int) -> dict[str, int]:
+    """Return the uncompressed bytes that a rank of two sends, by operation."""
+    expected = {}
+    for operation, count in MESSAGES[sequence_parallel, channel].items():
+        expected[operation] = iterations * count * FACTORS[operation] * MESSAGE // 2
+    return expected
+
+
+def uncompressed_bytes(rows: list[dict], channel: str) -> dict[str, dict[str, int]]:
+    """Return {kind: {operation: bytes}}; a compressed operation is the one that it stands for."""
+    kinds: dict[str, Counter[str]] = {}
+    for row in rows:
+        if row["traffic"] == channel:
+            operations = kinds.setdefault(row["kind"], Counter())
+            if row["plain_bytes"]:
+                operation = row["operation"].removeprefix("instead_of_")
+                operations[operation] += row["plain_bytes"]
+    return kinds
+
+
+@pytest.mark.parametrize("name", ["compressed", "off", "small"])
 @pytest.mark.parametrize("channel", ["tp.forward", "tp.backward"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_messages_are_the_hand_count(
+    audited: list[dict], sequence_parallel: bool, channel: str, name: str
+) -> None:
+    """All of them are compressed, or uncompressed for one reason."""
+    expected = hand_count(sequence_parallel, channel, iterations=2)
+    for results in audited:
+        kinds = uncompressed_bytes(results[sequence_parallel, name, True], channel)
+        assert kinds == {name: expected}
+
+
+@pytest.mark.parametrize("channel", ["tp.forward", "tp.backward"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_messages_of_a_warm_up_are_the_hand_count(
     audited: list[dict], sequence_parallel: bool, channel: str
 ) -> None:
-    """Uncompressed for one reason, or all payload of 8.5 bits; of a warm-up iteration each."""
-    expected = {
-        operation: 2 * count * FACTORS[operation] * MESSAGE // 2
-        for operation, count in MESSAGES[sequence_parallel, channel].items()
-    }
+    """The first iteration is uncompressed, the second compressed."""
+    expected = hand_count(sequence_parallel, channel, iterations=1)
     for results in audited:
-        for name in ("compressed", "off", "small", "warmup"):
-            rows = [
-                row for row in results[sequence_parallel, name, True] if row["traffic"] == channel
-            ]
-            kinds = {"warmup", "compressed"} if name == "warmup" else {name}
-            assert {row["kind"] for row in rows} == kinds
-            for kind in kinds:
-                stands_for: Counter[str] = Counter()
-                for row in rows:
-                    if row["kind"] == kind and row["plain_bytes"]:
-                        stands_for[row["operation"].removeprefix("instead_of_")] += row[
-                            "plain_bytes"
-                        ]
-                share = 2 if len(kinds) == 2 else 1
-                assert stands_for == {
-                    operation: size // share for operation, size in expected.items()
-                }
-            if name == "compressed":
-                assert sum(row["sent_bytes"] for row in rows) * 16 == sum(expected.values()) * 8.5
+        kinds = uncompressed_bytes(results[sequence_parallel, "warmup", True], channel)
+        assert kinds == {"warmup": expected, "compressed": expected}
+
+
+@pytest.mark.parametrize("channel", ["tp.forward", "tp.backward"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_payloads_have_eight_and_a_half_bits(
+    audited: list[dict], sequence_parallel: bool, channel: str
+) -> None:
+    uncompressed = sum(hand_count(sequence_parallel, channel, iterations=2).values())
+    for results in audited:
+        rows = results[sequence_parallel, "compressed", True]
+        sent = sum(row["sent_bytes"] for row in rows if row["traffic"] == channel)
+        assert sent * 16 == uncompressed * 8.5  # of bf16
 
 
 GROUPS = 2
@@ -226,7 +251,16 @@ QKV = SEQUENCE * BATCH * (HIDDEN + 2 * GROUPS * HIDDEN // HEADS) * 4  # fp32, al
 
 
 def few_groups_worker(rank: int, world_size: int, sequence_parallel: bool) -> dict:
-    """Loss and gradients without compression, with an exact codec and with TACO; both ledgers and audits."""
+    """Run without compression, with an exact codec, whose gradients are equal, and with TACO.
+
+    Args:
+        rank: this rank.
+        world_size: tensor-parallel size.
+        sequence_parallel: of the model.
+
+    Returns:
+        {codec: (loss, ledger)}, which has what c10d was given.
+    """
     start_model_parallel(world_size)
     actual = {}
     changes = dict(num_query_groups=GROUPS, qk_layernorm=True, sequence_parallel=sequence_parallel)
@@ -237,7 +271,7 @@ def few_groups_worker(rank: int, world_size: int, sequence_parallel: bool) -> di
             loss = model(**batch(0, rank, BATCH)).mean()
             loss.backward()
         rows = run.ledger.rows()
-        # On GPUs payloads may travel through shared memory, which is no operation of torch.distributed.
+        # On GPUs payloads may travel through shared memory, past torch.distributed.
         assert torch.cuda.is_available() or total_of(rows) == audit.sent, name
         gradients = {key: value.grad for key, value in model.named_parameters()}
         actual[name] = float(loss.detach()), gradients, rows
@@ -247,25 +281,43 @@ def few_groups_worker(rank: int, world_size: int, sequence_parallel: bool) -> di
 
 
 def check_few_groups(sequence_parallel: bool, **options) -> None:
-    """At TP 4 and two groups, over the backend that ``options`` name: nothing goes uncompressed."""
-    world_size = 4
-    for actual in spawn(few_groups_worker, world_size, sequence_parallel, **options):
-        (plain_loss, plain), (exact_loss, _), (taco_loss, taco) = actual.values()
-        assert exact_loss == pytest.approx(plain_loss, rel=1e-6)
-        assert taco_loss == pytest.approx(plain_loss, rel=0.01) and taco_loss != plain_loss
-        for channel, operation in (("tp.forward", "all_gather"), ("tp.backward", "reduce_scatter")):
-            mine = [row for row in taco if row["traffic"] == channel]
-            assert {row["kind"] for row in mine} == {"compressed"}
-            if not sequence_parallel:  # else the linear layers gather and scatter as well
-                (row,) = (
-                    r for r in plain if (r["traffic"], r["operation"]) == (channel, operation)
-                )
-                (instead,) = (r for r in mine if r["operation"] == f"instead_of_{operation}")
-                expected = LAYERS * QKV * (world_size - 1) // world_size
-                assert row["sent_bytes"] == instead["plain_bytes"] == expected
+    """Assert that nothing goes uncompressed at TP 4 with two query groups.
+
+    Args:
+        sequence_parallel: of the model.
+        options: of ``spawn``: the backend.
+    """
+    for rank in spawn(few_groups_worker, 4, sequence_parallel, **options):
+        uncompressed_loss, uncompressed_rows = rank["off"]
+        exact_loss, _ = rank["exact"]
+        taco_loss, taco_rows = rank["taco"]
+        assert exact_loss == pytest.approx(uncompressed_loss, rel=1e-6)
+        assert taco_loss == pytest.approx(uncompressed_loss, rel=0.01)
+        assert taco_loss != uncompressed_loss, "nothing was compressed"
+        for channel in ("tp.forward", "tp.backward"):
+            kinds = {row["kind"] for row in taco_rows if row["traffic"] == channel}
+            assert kinds == {"compressed"}
+        if not sequence_parallel:  # else the linear layers gather and scatter as well
+            check_gathers_of_qkv(uncompressed_rows, taco_rows)
+
+
+def check_gathers_of_qkv(uncompressed_rows: list[dict], taco_rows: list[dict]) -> None:
+    """Assert that qkv is gathered forward and scattered backward, in each layer and over 4 ranks."""
+    expected = LAYERS * QKV * 3 // 4
+    for channel, operation in (("tp.forward", "all_gather"), ("tp.backward", "reduce_scatter")):
+        (row,) = rows_of(uncompressed_rows, channel, operation)
+        (instead,) = rows_of(taco_rows, channel, f"instead_of_{operation}")
+        assert row["sent_bytes"] == expected
+        assert instead["plain_bytes"] == expected
+
+
+def rows_of(rows: list[dict], channel: str, operation: str) -> list[dict]:
+    """Return the rows of an operation of a traffic class."""
+    matches = [row for row in rows if row["traffic"] == channel]
+    return [row for row in matches if row["operation"] == operation]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gather_of_shared_groups_is_compressed(sequence_parallel: bool) -> None:
-    """What is sent is what the ledger says, and none of it uncompressed."""
+    """The ledger has all that is sent, and none of it is uncompressed."""
     check_few_groups(sequence_parallel)

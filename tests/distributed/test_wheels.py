@@ -1,7 +1,8 @@
-"""Wheels of both projects build, install into an empty folder, and work from there, outside the checkout.
+"""Wheels of both projects build, install into an empty folder, and work outside the checkout.
 
-Programs start with ``-S``: without the environment's own start-up files, which would make an editable
-installation of this checkout importable. Dependencies come from the environment by its path.
+Programs start with ``-S``: without the environment's own start-up files, which would make an
+editable installation of this checkout importable. Dependencies come from the environment by its
+path.
 """
 
 import os
@@ -48,7 +49,7 @@ def run(*command: object, cwd: Path, path: str = "") -> subprocess.CompletedProc
 def build(project: Path, output: Path) -> Path:
     """The wheel of ``project``, built from its source distribution, as ``python -m build`` does.
 
-    The build backend is called as such, since it is all of that tool that the environment needs to have.
+    The build backend is called directly: of that tool the environment has to have it alone.
     """
     program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     result = run(sys.executable, "-c", program, output, cwd=project)
@@ -91,7 +92,7 @@ def taco_kernels(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def python(installed: Installed, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with an installed wheel and the environment's packages, and nothing of the checkout."""
+    """Run Python with an installed wheel and the environment's packages, without the checkout."""
     packages = sysconfig.get_path("purelib")
     path = os.pathsep.join((str(installed.folder), packages))
     return run(sys.executable, "-S", *arguments, cwd=cwd, path=path)
