@@ -1,4 +1,4 @@
-"""Bad input and lost ranks: one clear line, a non-zero status, a prompt end, nothing overwritten."""
+"""Bad input and lost ranks: one clear line, a non-zero status, an end, nothing overwritten."""
 
 import os
 import socket

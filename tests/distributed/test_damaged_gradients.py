@@ -1,5 +1,8 @@
-"""One rank's gradient is damaged: an overflow in any bucket of a lossless reduction, a NaN that Megatron
-is asked to look for."""
+"""One rank's gradient is damaged.
+
+There is an overflow in any bucket of a lossless reduction, or a NaN that Megatron is asked to look
+for.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -123,7 +123,7 @@ def _in_halves(model: torch.nn.Module) -> None:
 
 
 def _refused(rank: int, world_size: int) -> dict[str, str | None]:
-    """Return the refusals of layers of which halves would leave something out, by expected words."""
+    """Return the refusals of layers that halves would not compute rightly, by expected words."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron.compression.errors import CompressionConfigError

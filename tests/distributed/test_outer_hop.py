@@ -24,7 +24,7 @@ SETUPS = {
     "sdp4bit:outer=none": (OUTER, None, 1),
     "none:outer=lossless": (replace(OUTER, fp32_gradients=False), 1.9, 1e-3),
 }
-"""With the largest share of bf16 sums' bytes (Megatron's are fp32 here) and largest change of the loss."""
+"""Setup, largest share of a bf16 sum's bytes (Megatron's are fp32 here), largest change of loss."""
 
 
 def sent(
@@ -74,7 +74,7 @@ def test_an_exact_codec_between_instances_changes_no_bit() -> None:
 
 
 def instances_worker(rank: int, world_size: int, spec: str) -> tuple:
-    """Bytes sent and instead of what, how far the loss is from the uncompressed one, and the reasons."""
+    """Return bytes sent, bytes uncompressed, the distance of the losses, and the reasons."""
     start(rank, instances=2)
     setup = SETUPS[spec][0]
     _, loss = run(rank, OUTER)

@@ -1,4 +1,4 @@
-"""examples/paper: the published settings as Megatron reads them, the variants, and TINY runs that train."""
+"""examples/paper: published settings as Megatron reads them, variants, and TINY runs that train."""
 
 import re
 import subprocess
@@ -8,7 +8,8 @@ import pytest
 from tests.distributed.spawn import spawn
 from tests.distributed.test_examples import DATA, command_line, validate
 
-# script, MODEL -> parameters, (TP, PP, DP), iterations, (global batch, sequence, lr, min lr, its decay)
+# {(script, MODEL): (parameters, (TP, PP, DP), iterations,
+#   (global batch, sequence, learning rate, least learning rate, iterations of its decay))}
 RUNS = {
     ("taco", "gpt-350m"): (354.9e6, (4, 1, 2), 20000, (256, 2048, 3e-4, 3e-5, 70000)),
     ("taco", "qwen2.5-7b"): (7.616e9, (2, 2, 2), 100, (64, 512, 3e-4, 3e-5, 100)),
@@ -28,7 +29,8 @@ RUNS = {
 NONE = ["none"] * 4
 E5M2 = "taco:format=fp8-e5m2,group=256"
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
-# script, MODEL, VARIANT (or the default) -> codecs of tensor and pipeline parallelism, gradients, weights
+# {(script, MODEL, VARIANT or the default): codecs of tensor parallelism, pipeline parallelism,
+#   gradients, weights}
 VARIANTS = {
     ("taco", "gpt-350m"): ["taco", *NONE[1:]],
     ("taco", "qwen3-0.6b"): ["taco", "taco", "none", "none"],
@@ -51,7 +53,7 @@ def script(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory) -> dict:
-    """What Megatron makes of every command line."""
+    """Megatron's arguments of every command line."""
     folder = tmp_path_factory.mktemp("validated")
     lines = {key: command_line(folder, script(key[0]), MODEL=key[1], MOCK="1") for key in RUNS}
     for key in (key for key in VARIANTS if len(key) == 3):

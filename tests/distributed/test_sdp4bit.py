@@ -1,4 +1,4 @@
-"""SDP4Bit and PowerSGD in training: replicas, bytes that really go to the backend, damaged gradients."""
+"""SDP4Bit and PowerSGD in training: replicas, bytes of the backend, damaged gradients."""
 
 from dataclasses import replace
 
@@ -13,7 +13,11 @@ ON = {"compression": "sdp4bit"}
 
 
 def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Train with and without the distributed optimizer, comparing weights on the way; first and last loss."""
+    """Train with and without the distributed optimizer, comparing weights on the way.
+
+    Returns:
+        First and last loss of each training.
+    """
     start(rank)
     outcomes = []
     # Three ranks on nodes of two have no two hops; four have.
@@ -34,7 +38,7 @@ def replica_worker(rank: int, world_size: int) -> list[tuple[float, float]]:
 
 
 def test_replicas_stay_identical() -> None:
-    """Three ranks: with the distributed optimizer and overlap for 50 iterations, and under plain DDP."""
+    """They do with the distributed optimizer and overlap for 50 iterations, and under plain DDP."""
     for outcomes in spawn(replica_worker, 3):
         (first, last), (plain_first, plain_last) = outcomes
         assert last < first - 1.0 and plain_last < plain_first - 0.5, "it must really have trained"
@@ -79,7 +83,7 @@ def check_bytes(results: dict) -> None:
     """Bits a value of two nodes of two ranks."""
     rows = results["sharded"]["rows"]
     values = results["sharded"]["values"]
-    # Inside a node each rank sends half of all values away, between nodes a quarter (half of its half).
+    # Inside a node each rank sends half of all values, between nodes a quarter (half of its half).
     assert 8.25 <= 8 * _sent(rows, "dp.gradient", "intra", "all_to_all") / (values / 2) <= 8.3
     assert 4.25 <= 8 * _sent(rows, "dp.gradient", "inter", "all_to_all") / (values / 4) <= 4.3
     weights = sum(_sent(rows, "dp.weight", link, "all_gather") for link in ("intra", "inter"))
@@ -153,9 +157,10 @@ def _check_memory(sync) -> None:
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_gradient_skips_the_step(name: str) -> None:
-    """One infinite value on one rank: the step is skipped as without compression, and nothing is poisoned.
+    """One rank's infinite value skips the step as without compression, and poisons nothing.
 
-    In fp16, and in bf16 with a loss scale (without one Megatron ends the run before the reduction).
+    It does in fp16, and in bf16 with a loss scale: without one Megatron ends the run before the
+    reduction.
     """
     spawn(_damaged_worker, 2, name)
 
@@ -182,8 +187,7 @@ def powersgd_worker(rank: int, world_size: int) -> None:
 
 
 def test_powersgd_learns() -> None:
-    """A gradient compressor outside the packages (examples/powersgd.py), with and without the distributed
-    optimizer."""
+    """examples/powersgd.py trains with the distributed optimizer and without."""
     spawn(powersgd_worker, 2)
 
 

@@ -149,30 +149,29 @@ def layers_worker(rank: int, world_size: int) -> dict[str, float]:
             return _run(kind, sequence_parallel, layer, rank, world_size)
 
         serial = _serial(kind, sequence_parallel, rank, world_size)
-        core, identity, taco = run(False), run(True, "identity"), run(True)
+        core = run(False)
+        identity = run(True, "identity")
+        taco = run(True)
         assert set(core) == set(identity) == set(taco) == set(serial)
         for name, value in core.items():
-            what = f"{kind} sequence_parallel={sequence_parallel} {name}"
-            torch.testing.assert_close(identity[name], serial[name], rtol=1e-5, atol=1e-5, msg=what)
-            # More ranks: the backend sums in another order. CUDA: a GEMM in two halves rounds otherwise.
+            case = f"{kind} sequence_parallel={sequence_parallel} {name}"
+            torch.testing.assert_close(identity[name], serial[name], rtol=1e-5, atol=1e-5, msg=case)
+            # With more ranks the backend sums in another order; on CUDA a GEMM in two halves
+            # rounds otherwise.
             if value.is_cpu and (world_size == 2 or name not in communicated):
-                assert torch.equal(identity[name], value), (
-                    f"{what}: identity codec must change nothing"
-                )
+                assert torch.equal(identity[name], value), f"{case}: identity changes bits"
             else:
-                torch.testing.assert_close(identity[name], value, rtol=1e-5, atol=1e-5, msg=what)
+                torch.testing.assert_close(identity[name], value, rtol=1e-5, atol=1e-5, msg=case)
             if name in communicated:
                 exact = serial[name]
-                errors[what] = float((taco[name] - exact).norm() / exact.norm())
+                errors[case] = float((taco[name] - exact).norm() / exact.norm())
             else:
-                assert torch.equal(taco[name], identity[name]), (
-                    f"{what} does not depend on the codec"
-                )
+                assert torch.equal(taco[name], identity[name]), f"{case}: depends on the codec"
     return errors
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_layers(world_size: int) -> None:
-    """Identity codec: bitwise megatron-core's layer. TACO: within the codec's bound, and really lossy."""
+    """Identity has the bits of megatron-core's layer; TACO is lossy, within its bound."""
     for errors in spawn(layers_worker, world_size):
         assert all(1e-4 < error < TACO_BOUND for error in errors.values()), errors

@@ -72,7 +72,7 @@ def install(wheel: Path, folder: Path) -> None:
 
 
 def built_and_installed(folder: Path, project: str) -> Installed:
-    """Build and install a project of a copy of this checkout; ``project`` is its folder in there."""
+    """Build and install the project in the folder ``project`` of a copy of this checkout."""
     source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*NOT_COPIED))
     (folder / "wheels").mkdir()

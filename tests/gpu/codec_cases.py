@@ -1,4 +1,4 @@
-"""Which configurations the codec kernels' GPU tests compile: few, and every pair of choices among them."""
+"""Configurations that the codec kernels' GPU tests compile: few, and every pair of choices."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -45,8 +45,8 @@ def another(config: CodecConfig) -> CodecConfig:
 def case_of(format: str, group_size: int) -> Case:
     """Return the case of a format and group size, not with signed scales.
 
-    Encode and decode always run, the sums in turn. Over all cases every pair of format, group size, scales,
-    dtype and operation occurs.
+    Encode and decode always run, the sums in turn. Over all cases every pair of format, group size,
+    scales, dtype and operation occurs.
     """
     i = FORMATS.index(format)
     j = GROUP_SIZES.index(group_size)

@@ -1,4 +1,4 @@
-"""How many ranks the tests over NCCL may start: the devices, or with SHARE_GPUS=1 four on what there is.
+"""Numbers of ranks that the tests over NCCL may start: the devices, or with SHARE_GPUS=1 four.
 
     SHARE_GPUS=1 python -m pytest -m multigpu tests/gpu     # one GPU will do
 

@@ -1,4 +1,4 @@
-"""Several ranks of a symmetric-memory channel on one device, and what their collectives should return."""
+"""Several ranks of a symmetric-memory channel on one device, and their collectives' results."""
 
 from collections.abc import Callable
 
@@ -31,7 +31,7 @@ def simulated_channels(world_size: int, programs: int, timeout: float = 20.0) ->
 
 
 def on_all_ranks(channels: list[Channel], call: Call) -> list[torch.Tensor]:
-    """Call on a stream for each rank, so that the kernels run at the same time; the ranks' results."""
+    """Call on a stream for each rank: kernels run at the same time. Return the ranks' results."""
     current = torch.cuda.current_stream()
     results = []
     for rank, channel in enumerate(channels):
@@ -46,7 +46,9 @@ def on_all_ranks(channels: list[Channel], call: Call) -> list[torch.Tensor]:
 def expected_all_reduce(
     xs: list[torch.Tensor], config: CodecConfig, config_out: CodecConfig | None = None
 ) -> torch.Tensor:
-    """The sum by two exchanges with the codec's own kernels; between two ranks by one, without a second codec.
+    """Return the sum by two exchanges with the codec's own kernels.
+
+    Two ranks without a second codec exchange once.
 
     Args:
         xs: each rank's tensor.
@@ -68,7 +70,7 @@ def expected_all_reduce(
 
 
 def expected_reduce_scatter(xs: list[torch.Tensor], config: CodecConfig) -> list[torch.Tensor]:
-    """Each rank's slice, with the codec's own kernels."""
+    """Return each rank's slice, with the codec's own kernels."""
     world_size = len(xs)
     x = xs[0]
     shape = (x.shape[0] // world_size, *x.shape[1:])

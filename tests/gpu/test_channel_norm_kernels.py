@@ -1,4 +1,4 @@
-"""Normalised channels and outliers stored separately: the kernels on a GPU against the reference."""
+"""Normalised channels and separate outliers: the kernels on a GPU against the reference."""
 
 import pytest
 import torch

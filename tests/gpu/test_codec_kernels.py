@@ -1,8 +1,8 @@
 """The Triton codec kernels on a GPU against the reference, on the same GPU tensors and on the CPU.
 
-Decoding is bit-equal to the reference, sums of codes being exact in any order; only e5m2's range is too wide for
-that. Encoding sums fp32 values in another order than the reference, which moves a value that lies that near to
-the middle between two codes.
+Decoding is bit-equal to the reference, sums of codes being exact in any order; only e5m2's range is
+too wide for that. Encoding sums fp32 values in another order than the reference, which moves a
+value that lies that near to the middle between two codes.
 """
 
 import math
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("filled_outputs")
 
 
 def agree(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> None:
-    """Assert that two wires are the same within the promise; of a small tensor two codes may differ.
+    """Assert that two wires are the same within the promise; two codes of a small one may differ.
 
     Args:
         a: uint8[chunks, bytes].
@@ -134,7 +134,7 @@ def test_steps_with_a_sign(
 def test_steps_with_a_sign_of_values_of_one_sign(
     format: str, group_size: int, hadamard: bool
 ) -> None:
-    """Without a transform the near extreme of every group is on the same side of zero as the far one."""
+    """The near extreme of every group is on the far one's side of zero without a transform."""
     config = CodecConfig(format, group_size, "signed", hadamard)
     x = tensor((77, 458), torch.float16, torch.Generator().manual_seed(1)).abs()
     check(x, config, 3, 8, (config,))
@@ -170,7 +170,7 @@ def strided_base() -> torch.Tensor:
 
 
 def check_encode(x: torch.Tensor, config: CodecConfig, chunks: int) -> torch.Tensor:
-    """Encode a view: the bytes are those of a contiguous copy, and the reference's. Return the wires."""
+    """Check that a view has a contiguous copy's bytes, and the reference's; return the wires."""
     wires = tk.encode(x, config, chunks)
     assert torch.equal(wires, tk.encode(x.contiguous(), config, chunks))
     agree(reference.encode(x, config, chunks), wires, config)
@@ -210,7 +210,7 @@ EDGES = [
 
 
 def edge_values() -> torch.Tensor:
-    """Return fp32[8, 128]: zeros, NaN, infinities, tiny, large and huge values, and a Gaussian row."""
+    """Return fp32[8, 128]: zeros, NaN, infinities, tiny, large, huge and Gaussian values."""
     x = torch.randn(8, 128, generator=torch.Generator().manual_seed(5)).cuda()
     x[0] = 0
     x[1, 77] = math.nan
@@ -231,7 +231,7 @@ def test_values_at_the_edges_agree_with_the_reference(
 
 @pytest.mark.parametrize("format, scales, hadamard", EDGES)
 def test_values_at_the_edges(format: str, scales: str, hadamard: bool) -> None:
-    """NaN and infinity stay visible and stay in their group; zeros, tiny and huge values come through."""
+    """NaN and infinity stay visible, in their group; zeros, tiny and huge values come through."""
     config = CodecConfig(format, 128, scales, hadamard)
     x = edge_values()
     wires = tk.encode(x, config, 1)
@@ -264,7 +264,7 @@ def large_tensor() -> torch.Tensor:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_encode_beyond_32_bits(chunks: int, large_tensor: torch.Tensor) -> None:
-    """Both ends of every chunk are right; of one chunk the codes by themselves have more than 2^31 bytes."""
+    """Both ends of every chunk are right; one chunk's codes alone have more than 2^31 bytes."""
     config = CodecConfig("int8", 128)
     wires = tk.encode(large_tensor, config, chunks)
     chunk = config.chunk_numel(LARGE, chunks)

@@ -43,7 +43,7 @@ def test_any_codec_serves(worker: Callable) -> None:
 @needs(2)
 @pytest.mark.parametrize("weights", ["int8", "sdp4bit", "lossless"])
 def test_weights_written_before_the_next_forward_pass_stay(weights: str) -> None:
-    """What is written is found out on the device."""
+    """Written weights are detected on the device."""
     write = "past torch's version counters"
     assert spawn(rollback_worker, 2, weights, write, backend="nccl") == [0, 0]
 
@@ -64,7 +64,7 @@ def test_instances_of_one_rank() -> None:
 
 @needs(4)
 def test_optimizer_instances() -> None:
-    """Two instances of two ranks: an exact codec changes no bit, replicas are alike; bytes of 8 bits."""
+    """Two instances of two ranks: an exact codec changes no bit; replicas are equal; 8 bits."""
     spawn(test_outer_hop.exact_worker, 4, backend="nccl")
     spec = "none:outer=int8"
     for sent, differs, _ in spawn(test_outer_hop.instances_worker, 4, spec, backend="nccl"):
@@ -97,7 +97,7 @@ def _on_gpu(rank: int, world_size: int, worker: str, *args):
 @needs(4)
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
 def test_tagc_loses_nothing(world_size: int, node_size: int | None) -> None:
-    """What has arrived and what is remembered make up what there was."""
+    """The sum that arrived and the values that are remembered make up the gradients."""
     spawn(_on_gpu, world_size, "sum_worker", node_size, backend="nccl")
 
 
@@ -142,8 +142,10 @@ def _fsdp2_on_gpu(rank: int, world_size: int, worker: Callable) -> None:
     ],
 )
 def test_fsdp2_on_gpus(worker: Callable) -> None:
-    """Its own streams, prefetching, kernels: losses of lossless gathers equal to the last bit, int8 near; a
-    shard that does not fit."""
+    """Losses of lossless gathers are equal to the last bit, int8's near; a shard may not fit.
+
+    FSDP2 has streams of its own, and prefetches.
+    """
     spawn(_fsdp2_on_gpu, 2, worker, backend="nccl")
 
 
@@ -158,7 +160,7 @@ def test_fsdp2_on_gpus(worker: Callable) -> None:
     ],
 )
 def test_fsdp2_with_replicas(worker: Callable) -> None:
-    """HSDP, NCCL's sums that multiply before they add, two pipeline stages, a hook of the user's."""
+    """HSDP, NCCL's sums that multiply before they add, two stages, a hook of the user's."""
     spawn(_fsdp2_on_gpu, 4, worker, backend="nccl")
 
 

@@ -53,7 +53,7 @@ def test_side_stream() -> None:
 @pytest.mark.multigpu
 @needs(2, shared=False)
 def test_second_device() -> None:
-    """Each device has kernels of its own; alternating between them changes nothing."""
+    """Devices have kernels of their own; alternating between them changes nothing."""
     config = CodecConfig("int8")
     x = torch.randn(1000, 128).bfloat16()
     wires = []

@@ -10,7 +10,8 @@ from tests.gpu.training import losses, train
 pytestmark = [pytest.mark.multigpu, needs(2)]
 
 FLAGS = """--transformer-impl local --tensor-model-parallel-size 2 --hidden-size 256
-    --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --bf16 --attention-dropout 0 --hidden-dropout 0
+    --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 --bf16
+    --attention-dropout 0 --hidden-dropout 0
     --train-iters 12 --eval-interval 6 --eval-iters 5 --split 80,10,10
     --no-create-attention-mask-in-dataloader --no-check-for-nan-in-loss-and-grad
     --tp-compression int6 --compression-min-mb 0 --compression-transport collective"""

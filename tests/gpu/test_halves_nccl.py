@@ -1,4 +1,4 @@
-"""Halves of blocks in turn on CUDA devices over NCCL: losses and gradients, and equal bits each time.
+"""Halves of blocks in turn on CUDA devices over NCCL: losses, gradients, equal bits each time.
 
 Gradients are added to main_grad by their GEMMs, under Megatron's DDP; exchanges are under way
 meanwhile, so a wait that is missing would show in the bits.

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("filled_outputs")
 def test_kernels_reproduce_the_reference(
     format: GroupFormat, numel: int, dtype: torch.dtype
 ) -> None:
-    """Sizes that divide nothing; sums are quantised again in the other bits and larger or smaller groups."""
+    """Sizes divide nothing; sums are quantised again in other bits and other groups."""
     group_size = 128 if format.group_size > 128 else 1024
     target = GroupFormat(12 - format.bits, group_size, format.hadamard)
     check_operations(sdp4bit, format, target, numel, dtype, "cuda")

@@ -1,4 +1,4 @@
-"""Symmetric-memory collectives on GPUs: simulated ranks on one device, then one process a device."""
+"""Symmetric-memory collectives on GPUs: simulated ranks on one device, then a process a device."""
 
 import multiprocessing
 import os
@@ -65,7 +65,7 @@ def tensors_of_ranks(
 def test_simulated_ranks_have_the_bits_of_the_codec_kernels(
     world_size: int, config: CodecConfig, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Every collective, several times over the same channel, in an order that leaves their slots askew."""
+    """Every collective runs several times over one channel, in an order that leaves slots askew."""
     xs = tensors_of_ranks(world_size, config, shape, dtype)
     channels = ranks.simulated_channels(world_size, programs=24)
     for call, expected in ranks.collective_cases(xs, config, second=config) * 3:
@@ -92,7 +92,7 @@ def over_nccl(x: torch.Tensor, config: CodecConfig, group: dist.ProcessGroup) ->
 
 
 def counters(count: int) -> list[torch.Tensor]:
-    """Zeros on the device: how many results were wrong, which is looked at once all calls have run."""
+    """Return zeros on the device that count wrong results; they are read after all calls."""
     return [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(count)]
 
 
@@ -105,7 +105,7 @@ def check_counters(wrong: list[torch.Tensor], groups: list[SymmetricGroup]) -> N
 
 
 def stress_worker(rank: int, world_size: int) -> None:
-    """Back-to-back calls of random sizes on two groups and two streams, each compared on the device."""
+    """Compare back-to-back calls of random sizes on two groups and two streams, on the device."""
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world_size, 2)]
     groups = [dist.group.WORLD, pairs[rank // 2]]
     symmetric = [SymmetricGroup(group) for group in groups]
@@ -190,7 +190,7 @@ class MixedCalls:
 
 
 def mixed_worker(rank: int, world_size: int, nccl: bool) -> None:
-    """Eager sums and replays of all collectives at random on two streams, compared on the device."""
+    """Compare eager sums and replays of all collectives on the device, over two streams."""
     calls = MixedCalls(world_size, nccl)
     draw = python_random.Random(0)  # the same on every rank
     torch.manual_seed(rank)
@@ -230,7 +230,7 @@ def test_graph_replays_and_eager_calls_mix(world_size: int, nccl: bool) -> None:
 
 
 def dead_rank_main(rank: int, store: str, outcome) -> None:
-    """Rank 1 leaves; rank 0 puts the errors of its next call, and of the check after it, in ``outcome``."""
+    """Let rank 1 leave; rank 0 puts the errors of its next call and of the check in ``outcome``."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -318,7 +318,7 @@ def test_transports_give_the_same_bits(world_size: int) -> None:
 
 
 def counting_worker(rank: int, world_size: int) -> None:
-    """A group of 128 int8 values is 128 bytes and a step: fp32 of dual scales, bf16 of single ones."""
+    """128 int8 values have 128 bytes and a step: fp32 for dual scales, bf16 for single."""
     sends: list[tuple[str, int]] = []
     symmetric = prepared_transports().transport(
         dist.group.WORLD, lambda operation, sent: sends.append((operation, sent))

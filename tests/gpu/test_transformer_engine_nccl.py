@@ -150,7 +150,7 @@ def difference(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def test_layers() -> None:
-    """With the identity codec losses and gradients are TE's own, and with int8 near.
+    """Losses and gradients are TE's own with the identity codec, and near with int8.
 
     Nothing is sent that is not counted.
     """
