@@ -18,6 +18,15 @@ import torch
 POISONED_ITERATION = 2
 
 
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    """Give every vector along the last dimensions an exponent of its own."""
+    exponents = torch.randint(-20, 21, x.shape[:2], generator=torch.Generator().manual_seed(1))
+    factors = torch.exp2(exponents.float()).to(x)
+    while factors.dim() < x.dim():
+        factors = factors.unsqueeze(-1)
+    return x * factors
+
+
 def main() -> None:
     """Install the observers, then be pretrain_gpt.py."""
     from megatron.compression.frontends import megatron_lm
@@ -48,14 +57,6 @@ def main() -> None:
             phase = "training" if training.training else "evaluation"
             asked[f"{phase} {iteration()}"] += 1
         return any_rank(self, flag)
-
-    def scattered(x: torch.Tensor) -> torch.Tensor:
-        """Give every vector along the last dimensions an exponent of its own."""
-        exponents = torch.randint(-20, 21, x.shape[:2], generator=torch.Generator().manual_seed(1))
-        factors = torch.exp2(exponents.float()).to(x)
-        while factors.dim() < x.dim():
-            factors = factors.unsqueeze(-1)
-        return x * factors
 
     def before(module, inputs):
         if module.training:

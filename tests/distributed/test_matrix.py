@@ -231,12 +231,7 @@ def check_copies(run: Run, tied: bool = False) -> None:
         run: the finished run.
         tied: stages hold copies of the embeddings too.
     """
-    copies: Copies = {}
-    for rank in run.ranks:
-        for name, bits in rank.parameters.items():
-            values = tuple(rank.coordinates[dimension] for dimension in rank.cut[name])
-            holders = copies.setdefault((name, rank.cut[name], values), {})
-            holders.setdefault(bits, []).append(rank.coordinates)
+    copies = copies_of(run)
     for (name, *_), by_bits in copies.items():
         assert len(by_bits) == 1, f"{name} differs between copies: {[*by_bits.values()]}"
     every_parameter_is_sharded = all("data" in cut for _, cut, _ in copies)
@@ -246,6 +241,17 @@ def check_copies(run: Run, tied: bool = False) -> None:
             assert has_copies_over(copies, dimension), f"no copies over {dimension} ranks"
     if tied:
         check_tied_embeddings(run)
+
+
+def copies_of(run: Run) -> Copies:
+    """Group parameters: ranks with equal coordinates in a parameter's cut hold copies."""
+    copies: Copies = {}
+    for rank in run.ranks:
+        for name, bits in rank.parameters.items():
+            values = tuple(rank.coordinates[dimension] for dimension in rank.cut[name])
+            holders = copies.setdefault((name, rank.cut[name], values), {})
+            holders.setdefault(bits, []).append(rank.coordinates)
+    return copies
 
 
 def has_copies_over(copies: Copies, dimension: str) -> bool:
