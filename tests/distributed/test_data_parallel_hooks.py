@@ -219,7 +219,8 @@ def test_experts_do_not_move_dense_reductions_on() -> None:
 
     from megatron.compression.data_parallel.hooks import InFlight
 
-    dense, experts = InFlight(), InFlight()
+    dense = InFlight()
+    experts = InFlight()
     dense.add(reduction("dense 0"))
     dense.add(reduction("dense 1"))
     for number in range(3):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,14 +42,18 @@ def make_sync(
     topology=None,
     scale: float = 1.0,
 ):
-    """A sync over a made-up bucket, by default over torch.distributed; packed: a fifth of each rank."""
+    """Make a sync over a made-up bucket, by default over torch.distributed.
+
+    The packed wire has a fifth of each rank's values.
+    """
     from megatron.compression.communication import Ledger, Transports
     from megatron.compression.communication.topology import find_topology
     from megatron.compression.data_parallel.compressor import GradientBucket, ParameterSpan
     from megatron.compression.tagc import parts, sync
 
     parts.SMALLEST = 8192
-    spans, start = [], 0
+    spans = []
+    start = 0
     for name, shape in SHAPES:
         parameter = torch.nn.Parameter(torch.zeros(shape))
         spans.append(ParameterSpan(name, parameter, start, start + parameter.numel()))
@@ -99,7 +104,7 @@ def total_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def compressed_mask(sync) -> torch.Tensor:
-    """Which values go through sketches."""
+    """Return the mask of the values that go through sketches."""
     mask = torch.zeros(sync.bucket.numel, dtype=torch.bool, device=DEVICE)
     for share in sync.shares:
         for begin, end in share.compressed:
@@ -123,7 +128,8 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
     )
     for sharded, dtype, cell_bits, wire in cases[: 4 if world_size > 2 else None]:
         sync = make_sync(sharded, dtype, cell_bits, node_size, wire, scale=SCALE)
-        flat, mask = sync.bucket.gradients, compressed_mask(sync)
+        flat = sync.bucket.gradients
+        mask = compressed_mask(sync)
         shard = torch.zeros(flat.numel(), dtype=torch.bool, device=DEVICE)
         size = flat.numel() // world_size
         shard[rank * size : (rank + 1) * size] = True
@@ -133,26 +139,32 @@ def sum_worker(rank: int, world_size: int, node_size: int | None = None) -> None
             gradients = fill(sync, step, rank)
             sync.start().wait()
             after = remembered(sync)
-            # nothing is lost: what has arrived and what is remembered make up what there was;
-            # memories are in units of the sum before scaling
-            there = total_of(gradients) + total_of(before)
-            waiting = total_of(after)
+            # Nothing is lost: the sum that arrived is that of gradients and memories before, less
+            # the memories after. Memories are in units of the sum before scaling.
+            expected = total_of(gradients) + total_of(before) - total_of(after)
             arrived = flat.double() / SCALE
             ulp = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-22
-            bound = total_of(gradients.abs()) * ulp + (there - waiting).abs() * ulp + 1e-6
-            assert bool(((arrived - (there - waiting)).abs() <= bound)[mine].all())
-            assert not after[~mask].any() and bool(after[mask].any())
-            kept = (flat != 0)[mine & mask].float().mean()
+            bound = total_of(gradients.abs()) * ulp + expected.abs() * ulp + 1e-6
+            assert bool(((arrived - expected).abs() <= bound)[mine].all())
+            _check_memory(after, mask)
+            sent_share = (flat != 0)[mine & mask].float().mean()
             union = 0.2 if wire == "sketch" else 1 - 0.8**world_size
-            assert 0.5 * union < kept < union, kept
+            assert 0.5 * union < sent_share < union, sent_share
             assert sharded or same_everywhere(digest(flat))
         if wire == "packed" and node_size:
             _check_sent_between_nodes(sync, steps=2)
 
 
+def _check_memory(memory: torch.Tensor, mask: torch.Tensor) -> None:
+    """Assert that only values that go through sketches are remembered."""
+    assert not memory[~mask].any()
+    assert bool(memory[mask].any())
+
+
 def _check_sent_between_nodes(sync, steps: int) -> None:
     """A node's values travel once, as their union: less than each rank's own would."""
-    topology, expected = sync.bucket.topology, 0
+    topology = sync.bucket.topology
+    expected = 0
     for owner, part in sync.part_of.items():
         sizes = {of: layout.wire_bytes for of, layout in part.layouts.items()}
         assert sizes[topology.local] < 0.9 * topology.local * sizes[1]
@@ -222,7 +234,7 @@ def _non_finite_worker(
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (3, None), (4, 2)])
 def test_nothing_is_lost_and_replicas_agree(world_size: int, node_size: int | None) -> None:
-    """What has arrived and what is remembered make up what there was, over one hop and over two."""
+    """Sums and memories make up the gradients, over one hop and over two."""
     spawn(sum_worker, world_size, node_size)
 
 
@@ -284,18 +296,39 @@ def _run(ranks: int, *flags: str, micro_batch: str = "2"):
     return pretrain(*tiny_flags(*flags, **changes), ranks=ranks)
 
 
-def test_resume(tmp_path) -> None:
-    """Six iterations at once, and four and two; then two on four ranks instead of two."""
-    saved, overlaps = tmp_path / "checkpoints", ("--overlap-grad-reduce", "--overlap-param-gather")
-    whole = _run(2, *overlaps, "--save", str(saved), "--save-interval", "4")
-    assert "each rank leaves out 0.8 of its gradients of attention and embedding" in whole.output
-    assert "gradients go uncompressed up to iteration 1" in whole.output, "a fifth of the run"
-    go_back_to(4, saved)
-    resumed = _run(2, *overlaps, "--load", str(saved))
-    assert "every rank restored its memory" in resumed.output
-    assert resumed.parameters == whole.parameters
-    assert resumed.parameters[0] == resumed.parameters[1], "replicas"
-    wider = _run(4, *overlaps, "--load", str(saved), micro_batch="1")
-    assert "made with other ranks, nodes, buckets or parameters: the memory of tagc" in wider.output
-    assert all(held == wider.parameters[0] for held in wider.parameters), "replicas"
-    assert abs(wider.losses[6] - whole.losses[6]) < 0.1
+OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
+
+
+class TestResume:
+    """Six iterations on two ranks, and resumes from the fourth."""
+
+    @pytest.fixture(scope="class")
+    def saved(self, tmp_path_factory) -> Path:
+        """The folder of the checkpoints."""
+        return tmp_path_factory.mktemp("tagc") / "checkpoints"
+
+    @pytest.fixture(scope="class")
+    def uninterrupted(self, saved: Path):
+        run = _run(2, *OVERLAPS, "--save", str(saved), "--save-interval", "4")
+        go_back_to(4, saved)
+        return run
+
+    def test_log_has_the_share_and_the_warm_up(self, uninterrupted) -> None:
+        """The warm-up is a fifth of the run."""
+        line = "each rank leaves out 0.8 of its gradients of attention and embedding"
+        assert line in uninterrupted.output
+        assert "gradients go uncompressed up to iteration 1" in uninterrupted.output
+
+    def test_same_ranks_resume_to_the_same_bits(self, uninterrupted, saved: Path) -> None:
+        resumed = _run(2, *OVERLAPS, "--load", str(saved))
+        assert "every rank restored its memory" in resumed.output
+        assert resumed.parameters == uninterrupted.parameters
+        assert resumed.parameters[0] == resumed.parameters[1], "replicas differ"
+
+    def test_more_ranks_resume_without_the_memory(self, uninterrupted, saved: Path) -> None:
+        wider = _run(4, *OVERLAPS, "--load", str(saved), micro_batch="1")
+        line = "made with other ranks, nodes, buckets or parameters: the memory of tagc"
+        assert line in wider.output
+        for parameters in wider.parameters:
+            assert parameters == wider.parameters[0], "replicas differ"
+        assert abs(wider.losses[6] - uninterrupted.losses[6]) < 0.1
