@@ -385,6 +385,29 @@ def test_a_folder_of_other_runs_is_refused(tmp_path: Path, flag: str) -> None:
         run.claim(arguments(changed))
 
 
+def weight_pairs(model: GPT) -> list[tuple]:
+    """Return each parameter of a qwen with the names of the tensors that Hugging Face has for it."""
+    pairs = [(model.words, "model.embed_tokens.weight"), (model.norm.weight, "model.norm.weight")]
+    pairs.append((model.output, "lm_head.weight"))
+    for layer, block in enumerate(model.blocks):
+        prefix = f"model.layers.{layer}."
+        qkv = [f"{prefix}self_attn.{name}_proj." for name in "qkv"]
+        pairs.append((block.qkv, *(f"{name}weight" for name in qkv)))
+        if block.qkv_bias is not None:
+            pairs.append((block.qkv_bias, *(f"{name}bias" for name in qkv)))
+        else:
+            pairs.append((block.q_norm.weight, f"{prefix}self_attn.q_norm.weight"))
+            pairs.append((block.k_norm.weight, f"{prefix}self_attn.k_norm.weight"))
+        pairs.append((block.norm1.weight, f"{prefix}input_layernorm.weight"))
+        pairs.append((block.norm2.weight, f"{prefix}post_attention_layernorm.weight"))
+        pairs.append((block.projection, f"{prefix}self_attn.o_proj.weight"))
+        pairs.append((block.fc2, f"{prefix}mlp.down_proj.weight"))
+        # Rows of the gate and of its values alternate in fc1.
+        pairs.append((block.fc1[0::2], f"{prefix}mlp.gate_proj.weight"))
+        pairs.append((block.fc1[1::2], f"{prefix}mlp.up_proj.weight"))
+    return pairs
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_qwen_is_hugging_faces(family, tmp_path):
     """Losses and gradients of the same weights, with and without sequence parallelism."""
@@ -395,27 +418,7 @@ def test_a_qwen_is_hugging_faces(family, tmp_path):
         qwen.vocabulary, qwen.layers, qwen.hidden, qwen.heads, 16, torch.float32, qwen=qwen
     )
     model = GPT(config)
-    pairs = [(model.words, "model.embed_tokens.weight"), (model.norm.weight, "model.norm.weight")]
-    pairs.append((model.output, "lm_head.weight"))
-    for layer, block in enumerate(model.blocks):
-        prefix = f"model.layers.{layer}."
-        qkv = [f"{prefix}self_attn.{name}_proj." for name in "qkv"]
-        pairs.append((block.qkv, *(f"{name}weight" for name in qkv)))
-        if block.qkv_bias is not None:
-            pairs.append((block.qkv_bias, *(f"{name}bias" for name in qkv)))
-        else:
-            pairs += [
-                (getattr(block, f"{n}_norm").weight, f"{prefix}self_attn.{n}_norm.weight")
-                for n in "qk"
-            ]
-        pairs.append((block.norm1.weight, f"{prefix}input_layernorm.weight"))
-        pairs.append((block.norm2.weight, f"{prefix}post_attention_layernorm.weight"))
-        pairs.append((block.projection, f"{prefix}self_attn.o_proj.weight"))
-        pairs.append((block.fc2, f"{prefix}mlp.down_proj.weight"))
-        pairs += [
-            (block.fc1[n::2], f"{prefix}mlp.{name}_proj.weight")
-            for n, name in enumerate(("gate", "up"))
-        ]
+    pairs = weight_pairs(model)
     with torch.no_grad():
         for ours, *names in pairs:
             ours.copy_(merge([state[name] for name in names], qwen))

@@ -1,7 +1,7 @@
 """Scaled sums of payloads, also of a single sender: every codec, in and out of given memory.
 
-An average over ranks is a sum with a scale. With one sender a codec may take a short way (decode, no
-sum), which must not lose the scale.
+An average over ranks is a sum with a scale. With one sender a codec may only decode, which must not
+lose the scale.
 """
 
 import pytest

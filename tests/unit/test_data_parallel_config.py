@@ -49,23 +49,43 @@ def _check(settings: dict, **megatron) -> DataParallelConfig:
     return config
 
 
-def test_sdp4bit_alone_means_both() -> None:
-    """Weights too, where masters are there to send their change; other specs leave them alone."""
-    both = _check(ON)
-    assert both.weights == WEIGHTS
-    assert both.weight_codec == parse_codec("sdp4bit:intra=4,inter=4,group=2048,hadamard=off")
-    assert _check(ON, use_distributed_optimizer=False).weights == "none"
-    assert _check(ON, bf16=False).weights == "none"
-    for settings in (
-        {**ON, "weights": "none"},
-        {"compression": "sdp4bit:intra=4"},
-        {"compression": "int8"},
-    ):
-        assert _check(settings).weight_codec is None
-    assert _check({"compression": "int8", "weights": "taco"}).weight_codec == parse_codec("taco")
-    alone = _check({"weights": "int8"})
-    assert alone.enabled and alone.compressor is None
+def test_sdp4bit_alone_means_gradients_and_weights() -> None:
+    config = _check(ON)
+    assert config.weights == WEIGHTS
+    assert config.weight_codec == parse_codec("sdp4bit:intra=4,inter=4,group=2048,hadamard=off")
+
+
+@pytest.mark.parametrize("megatron", [{"use_distributed_optimizer": False}, {"bf16": False}])
+def test_without_masters_sdp4bit_leaves_weights_alone(megatron: dict) -> None:
+    """There is nothing to send the change of."""
+    assert _check(ON, **megatron).weights == "none"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{**ON, "weights": "none"}, {"compression": "sdp4bit:intra=4"}, {"compression": "int8"}],
+    ids=str,
+)
+def test_any_other_spec_leaves_weights_alone(settings: dict) -> None:
+    assert _check(settings).weight_codec is None
+
+
+def test_weights_may_have_another_codec() -> None:
+    config = _check({"compression": "int8", "weights": "taco"})
+    assert config.weight_codec == parse_codec("taco")
+
+
+def test_weights_may_be_compressed_alone() -> None:
+    config = _check({"weights": "int8"})
+    assert config.enabled
+    assert config.compressor is None
+
+
+def test_under_fsdp2_sdp4bit_gathers_weights_lossless() -> None:
     assert _check(ON, **FSDP2).weights == "lossless"
+
+
+def test_under_fsdp2_weights_may_have_another_codec() -> None:
     assert _check({"weights": "int8"}, **FSDP2).weights == "int8"
 
 

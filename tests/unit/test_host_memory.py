@@ -264,51 +264,67 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     host_memory.steps.cache_clear()
 
 
-def launch(rank: Rank, seed: int, count: int) -> None:
-    """Launch a random program: exchanges on two streams, captures (some fail), replays."""
-    choose = random.Random(seed)
-    driver = rank.driver
-    graphs = []
-    waits = []
+STEPS = ("eager", "eager", "replay", "replay", "wait", "capture", "fail")
+"""Steps of a program, each as often as it is to be chosen."""
+SIZES = (0, 0, 1, 64, 300, 700, 3000)
+"""Bytes of a part. A ring holds 4 pieces of at most 256 here, so the largest goes around it."""
 
-    def start() -> object:
-        number = choose.randrange(10**6)
-        choices = (0, 0, 1, 64, 300, 700, 3000)
-        sizes = [[choose.choice(choices) for _ in range(rank.world)] for _ in range(rank.world)]
-        return lambda: rank.start(number, sizes)
 
-    def capture(fails: bool) -> None:
-        starts = [
-            (choose.choice((CAPTURING, FORKED)), choose.random() < 0.5, start()) for _ in range(3)
-        ]
-        graph = rank.capture(fails, starts)
+class Program:
+    """A random program that all ranks launch alike: it depends on the seed alone."""
+
+    def __init__(self, rank: Rank, seed: int) -> None:
+        self.rank = rank
+        self.choose = random.Random(seed)
+        self.graphs: list[Graph] = []
+        self.waits: list = []
+
+    def exchange(self):
+        """Return a function that starts an exchange of random parts."""
+        number = self.choose.randrange(10**6)
+        world = range(self.rank.world)
+        sizes = [[self.choose.choice(SIZES) for _ in world] for _ in world]
+        return lambda: self.rank.start(number, sizes)
+
+    def capture(self, fails: bool) -> None:
+        """Capture three exchanges on two streams."""
+        starts = []
+        for _ in range(3):
+            stream = self.choose.choice((CAPTURING, FORKED))
+            at_once = self.choose.random() < 0.5
+            starts.append((stream, at_once, self.exchange()))
+        graph = self.rank.capture(fails, starts)
         if not fails:
-            graphs.append(graph)
+            self.graphs.append(graph)
 
-    for number in range(count):
-        driver.current = choose.choice((MAIN, OTHER))
-        step = choose.choice(("eager", "eager", "replay", "replay", "wait", "capture", "fail"))
-        if step == "eager":
-            waits.append(start()())
-        elif step == "wait" and waits:
-            waits.pop(choose.randrange(len(waits)))()
-        elif step in ("capture", "fail") or number == 0:
-            capture(fails=step == "fail")
-        elif graphs:
-            rank.replay(choose.choice(graphs))
-    for wait in waits:
-        wait()
+    def launch(self, count: int) -> None:
+        """Launch so many steps, then wait for all exchanges."""
+        for number in range(count):
+            self.rank.driver.current = self.choose.choice((MAIN, OTHER))
+            step = self.choose.choice(STEPS)
+            if step == "eager":
+                self.waits.append(self.exchange()())
+            elif step == "wait" and self.waits:
+                self.waits.pop(self.choose.randrange(len(self.waits)))()
+            elif step in ("capture", "fail") or number == 0:
+                self.capture(fails=step == "fail")
+            elif self.graphs:
+                self.rank.replay(self.choose.choice(self.graphs))
+        for wait in self.waits:
+            wait()
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize(("world", "count", "seeds"), [(2, 30, 8), (4, 14, 4)])
 def test_bytes_arrive_in_any_order_of_execution(ranks, world, count, seeds, one_queue) -> None:
-    """Uneven and empty parts, more than a ring holds, several exchanges under way on two streams, captures
-    that fail, and replays on any stream between them."""
+    """Parts are uneven, empty, or more than a ring holds; exchanges are under way on two streams.
+
+    Captures that fail and replays on any stream lie between them.
+    """
     for seed in range(seeds):
         group, memory = ranks(world, one_queue)
         for rank in group:
-            launch(rank, seed, count)
+            Program(rank, seed).launch(count)
         assert run_all(group, random.Random(seed)), (seed, "ranks wait for each other")
         assert group[0].checked == group[-1].checked > 0
         assert not any(memory[:4096])  # all rings are empty

@@ -29,7 +29,7 @@ def _error_of(tensor: torch.Tensor, codec: Codec | None = None) -> float:
 
 @pytest.mark.parametrize("shape", [(8, 2, 64), (3, 128), (50,), (300, 7)])
 def test_small_tensor_is_measured_in_whole_groups(shape) -> None:
-    """The error is the codec's on the same values; those after the last whole group do not count."""
+    """The error is the codec's on these values; those after the last whole group do not count."""
     x = _values(*shape)
     codec = _codec()
     seen = x.reshape(-1)[: x.numel() // GROUP * GROUP or None]

@@ -103,7 +103,8 @@ class Divides(Halves):
 
 
 MISTAKES = {
-    Longer: "encode returns 2000 bytes for a row of .*, payload_bytes says 2001; make both the same",
+    Longer: "encode returns 2000 bytes for a row of .*, "
+    "payload_bytes says 2001; make both the same",
     Halfwords: r"encode returns torch.bfloat16, not torch.uint8; end it with \.view\(torch.uint8\)",
     OneRow: r"encode returns shape \[4000\] for 2 rows; return \[rows, bytes\]",
     Strided: r"not contiguous; end it with \.contiguous\(\)",

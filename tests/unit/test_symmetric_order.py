@@ -14,8 +14,8 @@ class Stream:
         self.cuda_stream = id(self)
         self.waits = waits
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.waits.append(f"{self.name}>{other.name}")
+    def wait_stream(self, stream: "Stream") -> None:
+        self.waits.append(f"{self.name}>{stream.name}")
 
 
 class Channel:

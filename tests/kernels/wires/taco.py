@@ -68,10 +68,15 @@ def parts(wire: torch.Tensor, config: CodecConfig) -> Parts:
 
 
 def code_distances(a: torch.Tensor, b: torch.Tensor, config: CodecConfig) -> torch.Tensor:
-    """int32: how many neighbours on the grid codes are apart.
+    """Return how many neighbours on the grid codes are apart, int32.
 
-    Values nearer than fp32's rounding of a transform, 1e-6 of the largest, count as one grid step apart: e5m2
-    has many codes in there.
+    Values nearer than fp32's rounding of a transform, 1e-6 of the largest, count as one grid step
+    apart: e5m2 has many codes in there.
+
+    Args:
+        a: codes.
+        b: codes of the same shape.
+        config: of both.
     """
     distance = (ranks(a, config) - ranks(b, config)).abs()
     values_apart = (reference.code_values(a, config) - reference.code_values(b, config)).abs()

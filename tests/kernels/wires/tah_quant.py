@@ -97,8 +97,8 @@ def tokens(
 def check_kernels(kernels, x: torch.Tensor, config: TahConfig, device: str = "cpu") -> None:
     """Compare encode and decode with the reference.
 
-    Choices of widths and pivots are equal; codes differ only where sums in another order meet the middle of
-    two.
+    Choices of widths and pivots are equal; codes differ only where sums in another order meet the
+    middle of two.
 
     Args:
         kernels: module with both functions.
