@@ -1,4 +1,4 @@
-"""The hooks into DDP and the distributed optimizer: with an exact codec nothing changes, to the bit.
+"""The hooks into DDP and the distributed optimizer: an exact codec changes no bit.
 
 Any codec serves, and what is not compressed is Megatron's own.
 """
@@ -50,7 +50,7 @@ def identity_worker(rank: int, world_size: int) -> dict[str, tuple[str, str, int
 
 
 def test_an_exact_codec_changes_nothing() -> None:
-    """Two ranks, where the order of the sum cannot matter: the same weights bit for bit as without hooks."""
+    """Two ranks, whose sums have one order, have the weights' bits of a run without hooks."""
     for results in spawn(identity_worker, 2):
         for name, (plain, hooked, groups) in results.items():
             assert plain == hooked, name
@@ -110,12 +110,12 @@ def small_groups_worker(rank: int, world_size: int) -> None:
 
 
 def is_large(row: dict, traffic: str) -> bool:
-    """Whether a ledger's row counts what would have been sent without compression."""
+    """Return true if a row of the ledger counts what compressed messages stand for."""
     return row["traffic"] == traffic and row["kind"] == "compressed"
 
 
 def test_groups_under_the_threshold_go_uncompressed() -> None:
-    """By the uncompressed size of the whole bucket group, gradients and weights each by their own."""
+    """The uncompressed size of the whole bucket group counts, of gradients and of weights."""
     spawn(small_groups_worker, 2)
 
 
@@ -147,7 +147,7 @@ WRITES = {
 
 
 def rollback_worker(rank: int, world_size: int, weights: str, write: str) -> int:
-    """How many parameters are not the saved ones, after the next gather."""
+    """Return the number of parameters that are not the saved ones, after the next gather."""
     start(rank)
     training = Training(rank, Setup(settings={"compression": "int8", "weights": weights}))
     training.step()
@@ -170,7 +170,7 @@ def rollback_worker(rank: int, world_size: int, weights: str, write: str) -> int
 @pytest.mark.parametrize("weights", ["int8", "sdp4bit", "lossless", "none"])
 @pytest.mark.parametrize("write", WRITES)
 def test_weights_written_before_the_next_forward_pass_stay(weights: str, write: str) -> None:
-    """With --overlap-param-gather an update waits; a loop that goes back to saved weights undoes it."""
+    """Under --overlap-param-gather an update waits, and going back to saved weights undoes it."""
     assert spawn(rollback_worker, 2, weights, write) == [0, 0]
 
 
@@ -207,7 +207,7 @@ def test_written_weights_that_do_not_fit_are_no_silent_zeros() -> None:
 
 
 def test_experts_do_not_move_dense_reductions_on() -> None:
-    """Second exchanges start in the order of the buckets of one kind, whenever the other kind is ready."""
+    """Second exchanges of a kind start in its buckets' order, whatever the other kind does."""
     started = []
 
     def reduction(name: str) -> Work:
@@ -231,7 +231,7 @@ def test_experts_do_not_move_dense_reductions_on() -> None:
 
 
 def nodes_worker(rank: int, world_size: int, node_size: int) -> None:
-    """With and without the distributed optimizer: the same training up to the order of sums."""
+    """Compare trainings up to the order of sums, with and without the distributed optimizer."""
     start(rank)
     for setup in (Setup(), Setup(distributed_optimizer=False)):
         _, losses = train(rank, setup, 3)
@@ -241,7 +241,7 @@ def nodes_worker(rank: int, world_size: int, node_size: int) -> None:
 
 
 def test_skip_train() -> None:
-    """An evaluation gives the uncompressed run's losses, and says that nothing is there to compress."""
+    """An evaluation gives the uncompressed run's losses, and logs that nothing is compressed."""
     words = "--bf16 --use-distributed-optimizer --skip-train --eval-iters 2"
     codecs = ("", "--dp-compression tagc sdp4bit")
     runs = [pretrain(*tiny_flags(*words.split(), *more.split())) for more in codecs]

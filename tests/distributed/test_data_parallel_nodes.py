@@ -30,7 +30,7 @@ def hosts_worker(rank: int, world_size: int) -> None:
 
 
 def test_nodes_by_the_hosts_names() -> None:
-    """Where no launcher says how many ranks a node has."""
+    """Hosts' names count if no launcher gives the number of ranks of a node."""
     spawn(hosts_worker, 4)
 
 
@@ -51,7 +51,7 @@ def uneven_nodes_worker(rank: int, world_size: int) -> None:
 
 
 def test_uneven_nodes() -> None:
-    """Nodes of three ranks and one, each of which knows its own number: all ranks see the same nodes."""
+    """All ranks see the same nodes, of three ranks and of one, which know only their number."""
     spawn(uneven_nodes_worker, 4)
 
 
@@ -68,7 +68,7 @@ def communicators_worker(rank: int, world_size: int) -> None:
 
 
 def test_each_exchange_between_nodes_has_its_communicators() -> None:
-    """With two hops too: gradients' and weights'."""
+    """Gradients and weights have theirs, over two hops too."""
     spawn(communicators_worker, 4)
 
 
@@ -76,7 +76,7 @@ OFFSET = "decoder.layers.0.self_attention.core_attention.softmax_offset"
 
 
 def cut_worker(rank: int, world_size: int) -> tuple[float, float]:
-    """The relative errors of a gradient and of its weight against the uncompressed run, TP 2 x DP 2."""
+    """Return the relative errors of a gradient and of its weight at TP 2 x DP 2."""
     from megatron.compression.replicated_parameters import sharded_without_mark
 
     start(rank, tensor_ranks=2)
@@ -102,18 +102,23 @@ def cut_worker(rank: int, world_size: int) -> tuple[float, float]:
     return gradient, _error(expected, compressed, OFFSET, "data")
 
 
-def _error(expected: Training, compressed: Training, name: str, what: str) -> float:
-    """Relative L2 error of a parameter that starts from zeros, or of its gradient."""
-    first, second = (
-        getattr(dict(training.model.named_parameters())[name], what).float()
-        for training in (expected, compressed)
-    )
-    assert first.any()
-    return float((second - first).norm() / first.norm())
+def _error(expected: Training, compressed: Training, name: str, attribute: str) -> float:
+    """Return the relative L2 error of a parameter that starts from zeros, or of its gradient.
+
+    Args:
+        expected: the uncompressed training.
+        compressed: the compressed training.
+        name: of the parameter.
+        attribute: data, or where the gradient is.
+    """
+    exact = getattr(dict(expected.model.named_parameters())[name], attribute).float()
+    lossy = getattr(dict(compressed.model.named_parameters())[name], attribute).float()
+    assert exact.any()
+    return float((lossy - exact).norm() / exact.norm())
 
 
 def test_parameters_cut_without_the_mark() -> None:
-    """Each tensor-parallel rank trains its own softmax offsets, which lack Megatron's mark."""
+    """Tensor-parallel ranks train softmax offsets of their own, which lack Megatron's mark."""
     for gradient, weight in spawn(cut_worker, 4):
         assert gradient < 1e-3 and weight < 0.5
 
