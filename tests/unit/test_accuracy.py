@@ -386,7 +386,7 @@ def test_a_folder_of_other_runs_is_refused(tmp_path: Path, flag: str) -> None:
 
 
 def weight_pairs(model: GPT) -> list[tuple]:
-    """Return each parameter of a qwen with the names of the tensors that Hugging Face has for it."""
+    """Return each parameter of a qwen with the names of Hugging Face's tensors for it."""
     pairs = [(model.words, "model.embed_tokens.weight"), (model.norm.weight, "model.norm.weight")]
     pairs.append((model.output, "lm_head.weight"))
     for layer, block in enumerate(model.blocks):

@@ -125,22 +125,27 @@ def test_both_weight_gradients_run_behind_the_exchange(exchanges: int, monkeypat
         assert torch.equal(2 * first_pass, both_passes)
 
 
-def test_frozen_weights_and_inputs() -> None:
-    """A frozen weight, or an input without gradient, gets none and does not hold up the others."""
+def test_frozen_weights_get_no_gradient_and_do_not_hold_up_the_input() -> None:
+    x, first, second = leaves()
+    first.requires_grad_(False)
+    row = torch.nn.Module()
+    row.weight = torch.nn.Parameter(second.detach().clone(), requires_grad=False)
+    mlp_loss(x, first, row.weight, [], DeferredWeightGradient(row)).backward()
+    assert x.grad is not None
+    assert first.grad is None
+    assert row.weight.grad is None
+
+
+def test_an_input_without_gradient_has_no_sum() -> None:
+    """Weights get their gradients; nobody would take the sum of the input's."""
     log: list[str] = []
     x, first, second = leaves()
     row = torch.nn.Module()
-    row.weight = torch.nn.Parameter(second.detach().clone(), requires_grad=False)
-    mlp_loss(
-        x, first.requires_grad_(False), row.weight, log, DeferredWeightGradient(row)
-    ).backward()
-    assert x.grad is not None and first.grad is None and row.weight.grad is None
-    x, first, second = leaves()
     row.weight = torch.nn.Parameter(second.detach().clone())
-    log.clear()
     mlp_loss(x.detach(), first, row.weight, log, DeferredWeightGradient(row)).backward()
-    assert first.grad is not None and row.weight.grad is not None
-    assert not any("tp.backward" in line for line in log), "nobody would take the sum"
+    assert first.grad is not None
+    assert row.weight.grad is not None
+    assert not any("tp.backward" in line for line in log)
 
 
 def test_second_derivatives_are_refused() -> None:

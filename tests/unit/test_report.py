@@ -19,19 +19,27 @@ PER_ITERATION = {
 }
 
 
-def test_log_line_and_scalars() -> None:
-    """The ratio counts every tensor-parallel byte, the exact ones too."""
-    line = log_line(5, 100, PER_ITERATION)
-    assert "communication        5/     100 |" in line
-    assert "tp.forward (MB): 0.500 of 1.000 |" in line
-    assert "dp.gradient (MB): 2.000 |" in line
-    assert "tensor-parallel ratio: 1.833 |" in line
-    assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION), (
-        "--train-samples"
-    )
-    between = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
-    line = log_line(3, 10, PER_ITERATION, between)
-    assert "dp.gradient (MB): 2.000 | between nodes: 0.500 of 2.000 |" in line
+class TestLogLine:
+    def test_it_has_the_bytes_of_each_traffic_class(self) -> None:
+        line = log_line(5, 100, PER_ITERATION)
+        assert "communication        5/     100 |" in line
+        assert "tp.forward (MB): 0.500 of 1.000 |" in line
+        assert "dp.gradient (MB): 2.000 |" in line
+
+    def test_the_ratio_counts_every_tensor_parallel_byte_the_exact_ones_too(self) -> None:
+        assert "tensor-parallel ratio: 1.833 |" in log_line(5, 100, PER_ITERATION)
+
+    def test_without_a_number_of_iterations(self) -> None:
+        """A run with --train-samples has none."""
+        assert "communication        5 | tp.forward" in log_line(5, None, PER_ITERATION)
+
+    def test_it_has_the_bytes_between_nodes(self) -> None:
+        between_nodes = {"dp.gradient": {"sent": 5e5, "plain": 2e6}}
+        line = log_line(3, 10, PER_ITERATION, between_nodes)
+        assert "dp.gradient (MB): 2.000 | between nodes: 0.500 of 2.000 |" in line
+
+
+def test_scalars_are_bytes_and_the_ratio() -> None:
     values = scalars(PER_ITERATION)
     assert values["communication/tp.forward bytes"] == 0.5e6
     assert values["communication/tensor-parallel ratio"] == pytest.approx(1.1 / 0.6)
@@ -56,20 +64,32 @@ def _report() -> dict:
     }
 
 
-def test_report_files(tmp_path) -> None:
-    """JSON with a summary, Markdown that shows it, and the picture as a real PNG file."""
-    write_report(_report(), tmp_path)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["summary"]["tp_bytes_per_iteration"] == pytest.approx(0.6e6)
-    assert report["summary"]["dimensions"]["tensor parallel"]["ratio"] == pytest.approx(1.1 / 0.6)
-    assert report["summary"]["first_loss"] == 5.0 and report["summary"]["last_loss"] == 4.0
-    assert report["summary"]["validation_loss"] == 4.5
-    markdown = (tmp_path / "report.md").read_text()
-    assert "| tp.forward | 0.500 | 1.000 | 2.000 |" in markdown
-    assert (
-        "| validation | 4.500000 | 4.500000 |" in markdown and "| test | - | 4.700000 |" in markdown
-    )
-    assert "loss.png" in markdown and (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a report."""
+    folder = tmp_path_factory.mktemp("report")
+    write_report(_report(), folder)
+    return folder
+
+
+class TestFiles:
+    def test_the_json_has_a_summary(self, folder) -> None:
+        summary = json.loads((folder / "report.json").read_text())["summary"]
+        assert summary["tp_bytes_per_iteration"] == pytest.approx(0.6e6)
+        assert summary["dimensions"]["tensor parallel"]["ratio"] == pytest.approx(1.1 / 0.6)
+        assert summary["first_loss"] == 5.0
+        assert summary["last_loss"] == 4.0
+        assert summary["validation_loss"] == 4.5
+
+    def test_the_markdown_shows_the_summary(self, folder) -> None:
+        markdown = (folder / "report.md").read_text()
+        assert "| tp.forward | 0.500 | 1.000 | 2.000 |" in markdown
+        assert "| validation | 4.500000 | 4.500000 |" in markdown
+        assert "| test | - | 4.700000 |" in markdown
+
+    def test_the_markdown_shows_a_picture(self, folder) -> None:
+        assert "loss.png" in (folder / "report.md").read_text()
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_history_of_a_resumed_run(tmp_path) -> None:
@@ -86,16 +106,27 @@ def test_history_of_a_resumed_run(tmp_path) -> None:
     assert history[2]["losses"]["lm loss"] == 30.0
 
 
-def test_report_directory_of_another_run_is_refused(tmp_path) -> None:
+class TestDirectory:
     """Nothing is overwritten: only a resumed run may continue a report."""
-    check_report_directory(str(tmp_path / "new"), resuming=False)
-    check_report_directory(None, resuming=False)
-    (tmp_path / "history.jsonl").write_text("{}\n")
-    with pytest.raises(CompressionConfigError, match="already holds"):
-        check_report_directory(str(tmp_path), resuming=False)
-    check_report_directory(str(tmp_path), resuming=True)
-    with pytest.raises(CompressionConfigError, match="is a file"):
-        check_report_directory(str(tmp_path / "history.jsonl"), resuming=False)
+
+    def test_a_new_one_or_none_is_accepted(self, tmp_path) -> None:
+        check_report_directory(str(tmp_path / "new"), resuming=False)
+        check_report_directory(None, resuming=False)
+
+    def test_that_of_another_run_is_refused(self, tmp_path) -> None:
+        (tmp_path / "history.jsonl").write_text("{}\n")
+        with pytest.raises(CompressionConfigError, match="already holds"):
+            check_report_directory(str(tmp_path), resuming=False)
+
+    def test_a_resumed_run_continues_its_own(self, tmp_path) -> None:
+        (tmp_path / "history.jsonl").write_text("{}\n")
+        check_report_directory(str(tmp_path), resuming=True)
+
+    def test_a_file_is_refused(self, tmp_path) -> None:
+        file = tmp_path / "history.jsonl"
+        file.write_text("{}\n")
+        with pytest.raises(CompressionConfigError, match="is a file"):
+            check_report_directory(str(file), resuming=False)
 
 
 def test_report_directory_that_cannot_be_made_is_refused(tmp_path, monkeypatch) -> None:
