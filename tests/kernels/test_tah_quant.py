@@ -264,3 +264,8 @@ def failures() -> dict[str, str]:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_kernels_reproduce_the_reference(scenario: str, failures: dict[str, str]) -> None:
     assert not failures[scenario], failures[scenario]
+
+
+@pytest.mark.parametrize(("units", "high"), [(5, 4), (7, 5), (10, 8)])
+def test_no_more_units_are_high_than_the_share(units: int, high: int) -> None:
+    assert TahConfig(high_ratio=0.8).high_of(units) == high

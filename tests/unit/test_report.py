@@ -8,7 +8,7 @@ import pytest
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.report import check_report_directory
 from megatron.compression.report.__main__ import main
-from megatron.compression.report.figures import log_line, scalars
+from megatron.compression.report.figures import _median_time, log_line, scalars
 from megatron.compression.report.history import History, load_report, read_history
 from megatron.compression.report.render import compare, write_report
 
@@ -330,3 +330,8 @@ def test_numbers_that_json_lacks(tmp_path) -> None:
         "validation loss, iteration 2",
         "test loss, iteration 2",
     ]
+
+
+def test_the_first_interval_warms_up_and_is_not_in_the_median_time() -> None:
+    intervals = [{"milliseconds_per_iteration": time} for time in (900.0, 10.0, 12.0)]
+    assert _median_time(intervals) == 11.0
