@@ -32,7 +32,9 @@ class Remembering(GradientSync):
         self.values = state
 
 
-def memory_of(spec: str | None, log: list[str], numel: int = 8, nodes: int = 1) -> GradientMemory:
+def memory_of(
+    spec: str | None, log: list[str], numel: int = 8, nodes: int = 1, sharded: bool = True
+) -> GradientMemory:
     """Return the memory of a run with one bucket.
 
     Args:
@@ -40,10 +42,11 @@ def memory_of(spec: str | None, log: list[str], numel: int = 8, nodes: int = 1) 
         log: takes the lines of its log.
         numel: values of the bucket's one parameter.
         nodes: of the data-parallel ranks.
+        sharded: with the distributed optimizer.
     """
     topology = SimpleNamespace(nodes=nodes, local=1)
     span = ParameterSpan("weight", torch.nn.Parameter(torch.zeros(numel)), 0, numel)
-    bucket = GradientBucket(torch.zeros(numel), (span,), 1.0, True, topology, None)
+    bucket = GradientBucket(torch.zeros(numel), (span,), 1.0, sharded, topology, None)
     return GradientMemory(spec, [(Remembering(numel), bucket)], log.append)
 
 
@@ -96,6 +99,7 @@ def test_the_same_layout_restores_every_tensor() -> None:
             "ranks, nodes, buckets or parameters: the memory of tagc starts",
         ),
         ("tagc", "tagc", {"nodes": 2}, "ranks, nodes, buckets or parameters: the memory of tagc"),
+        ("tagc", "tagc", {"sharded": False}, "ranks, nodes, buckets or parameters: the memory of"),
         (
             "tagc",
             "tagc:bits=8",
