@@ -80,6 +80,28 @@ FLAGS: dict[str, tuple[str, ...]] = {
 """Flag -> paths of the settings that it takes, one a value. ``min_mb`` is every dimension's."""
 
 
+DDP_FIELDS = {
+    "fp8_param_gather": "fp8_param_gather",
+    "reuse_grad_buf_for_mxfp8_param_ag": "reuse_grad_buf_for_mxfp8_param_ag",
+    "ddp_reduce_scatter_with_fp32_accumulation": "reduce_scatter_with_fp32_accumulation",
+    "nccl_ub": "nccl_ub",
+}
+"""Megatron's argument -> its field of ``DistributedDataParallelConfig``, which a loop of one's own
+sets."""
+
+
+def path_of_traffic(traffic: str) -> str:
+    """Return the setting that holds the codec of a traffic class: ``tensor_parallel.backward`` for
+    ``tp.backward``."""
+    for parallelism in PARALLELISMS.values():
+        if traffic.startswith(parallelism.traffic):
+            break
+    if traffic == "dp.outer":
+        return "data_parallel.outer"
+    is_second = traffic.endswith((".backward", ".weight"))
+    return f"{parallelism.name}.{parallelism.second if is_second else 'compression'}"
+
+
 def setting(path: str) -> str:
     """A reference to one of our settings, such as ``tensor_parallel.min_mb``, for a message."""
     return f"{{{path}}}"
@@ -156,7 +178,10 @@ def _names_in_python() -> Names:
             names[path] = f"CaatNetConfig.{name}"
         else:
             names[path] = f"CompressionConfig.{name}"
-    return Names(names)
+    arguments = {
+        name: f"DistributedDataParallelConfig.{field}" for name, field in DDP_FIELDS.items()
+    }
+    return Names(names, arguments)
 
 
 FLAG_NAMES = _names_of_flags()

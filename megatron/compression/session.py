@@ -36,10 +36,10 @@ from megatron.compression.communication.transport import Transports
 from megatron.compression.config import CompressionConfig, changed_settings, train_iterations
 from megatron.compression.context_parallel.hooks import ContextParallel
 from megatron.compression.dimension import Dimension, print_on_first_rank
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, refused_for
 from megatron.compression.expert_parallel.hooks import ExpertParallel
 from megatron.compression.fsdp2.hooks import DataParallel
-from megatron.compression.names import PYTHON_NAMES, Names
+from megatron.compression.names import PYTHON_NAMES, Names, path_of_traffic
 from megatron.compression.patches import running
 from megatron.compression.pipeline_parallel.hooks import PipelineParallel
 from megatron.compression.report import Reporter
@@ -281,7 +281,9 @@ class Session:
         """
         codecs = [codec for rule in self.run.policy.rules.values() for codec in rule.codecs]
         # A codec of the user's own is tried once here, so that a mistake is one line at the start.
-        check_contract(codecs)
+        for traffic, rule in self.run.policy.rules.items():
+            with refused_for(path_of_traffic(traffic)):
+                check_contract(rule.codecs)
         if codecs:
             for line in (fp8_in_software(codecs), slow_launches()):
                 if line:

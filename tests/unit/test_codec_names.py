@@ -164,7 +164,10 @@ def test_what_is_unknown_is_refused(spec: str, message: str) -> None:
 
 def test_a_name_is_given_once() -> None:
     """The same class may come again (a module loaded anew); another one may not."""
-    with pytest.raises(CompressionConfigError, match="the codec 'int6' is IntCodec already"):
+    with pytest.raises(
+        CompressionConfigError,
+        match=r"the codec 'int6' is \S+IntCodec already, and \S+HalfCodec wants the name",
+    ):
         register_codec("int6")(HalfCodec)
     register_codec("identity")(IdentityCodec)
 

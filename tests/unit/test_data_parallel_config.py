@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.compression.codecs import parse_codec
@@ -15,7 +16,8 @@ from megatron.compression.data_parallel.codec_gradients import (
     parse_gradient_compressor,
 )
 from megatron.compression.data_parallel.config import _REFUSED, DataParallelConfig
-from megatron.compression.errors import CompressionConfigError
+from megatron.compression.errors import CompressionConfigError, spelled
+from megatron.compression.names import DDP_FIELDS, PYTHON_NAMES
 
 ON = {"compression": "sdp4bit"}
 TAGC = {"compression": "tagc"}
@@ -233,6 +235,21 @@ def test_refused_flags_exist(name: str) -> None:
     """Under the name that Megatron gives them: another one would refuse nothing."""
     with pytest.raises(CompressionConfigError, match=f"--{name.replace('_', '-')} "):
         _check(ON, **{name: 2})
+
+
+@pytest.mark.parametrize("argument", DDP_FIELDS)
+def test_a_loop_of_ones_own_is_refused_by_its_ddp_config(argument: str) -> None:
+    """It has no flags that could have been refused before the model was wrapped."""
+    field = DDP_FIELDS[argument]
+    line = f"DistributedDataParallelConfig.{field} .*; drop it or DataParallelConfig"
+    wrapped = DistributedDataParallelConfig()
+    setattr(wrapped, field, True)
+    with pytest.raises(CompressionConfigError, match=line), spelled(PYTHON_NAMES):
+        DataParallelConfig(**ON).check_wrapped(wrapped)
+
+
+def test_a_usual_ddp_config_is_not_refused() -> None:
+    DataParallelConfig(**ON).check_wrapped(DistributedDataParallelConfig())
 
 
 def test_one_of_another_package_has_its_module_for_a_name() -> None:

@@ -14,6 +14,7 @@ from megatron.compression.data_parallel.codec_gradients import (
     parse_gradient_compressor,
 )
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.names import path_of_traffic
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,37 @@ class Divides(Halves):
         return super().decode(payloads, shape, dtype) / 0
 
 
+@dataclass(frozen=True)
+class FloatSize(Halves):
+    def payload_bytes(self, shape) -> int:
+        return 16 * math.prod(shape) / 8
+
+
+@dataclass(frozen=True)
+class ClampsInfinity(Halves):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return super().encode(x.clamp(-1e4, 1e4))
+
+
+@dataclass(frozen=True)
+class DividesByScale(Halves):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(len(x), -1)
+        scale = rows.abs().amax(dim=1, keepdim=True)
+        return super().encode(rows / scale * scale)
+
+
+@dataclass(frozen=True)
+class Negates(Halves):
+    def decode(self, payloads: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:
+        return -super().decode(payloads, shape, dtype)
+
+
 MISTAKES = {
+    FloatSize: r"payload_bytes returns 2000\.0; return a whole number",
+    ClampsInfinity: "inf that is encoded decodes to finite numbers",
+    DividesByScale: "zeros do not decode to zeros; a scale of zero needs a case of its own",
+    Negates: r"decode returns other values than were encoded \(cosine of the angle -1\.00\)",
     Longer: "encode returns 2000 bytes for a row of .*, "
     "payload_bytes says 2001; make both the same",
     Halfwords: r"encode returns torch.bfloat16, not torch.uint8; end it with \.view\(torch.uint8\)",
@@ -114,7 +145,7 @@ MISTAKES = {
     Flat: r"decode returns shape \[2, 1, 1000\], not \[rows, \*shape\] = \[2, 1000\]",
     Float32: r"decode returns torch.float32 where dtype=torch.bfloat16 .* \.to\(dtype\)",
     NoReturn: "decode returns NoneType where",
-    SwallowsNan: "a NaN that is encoded decodes to finite numbers",
+    SwallowsNan: "NaN that is encoded decodes to finite numbers",
     Divides: "decode returns NaN or infinities for finite values",
 }
 
@@ -125,6 +156,47 @@ def test_a_mistake_is_named_with_its_codec(codec: type[Codec]) -> None:
         check_contract([codec()])
     assert str(error.value).startswith(f"{__name__}:{codec.__name__}: ")
     assert "\n" not in str(error.value)
+
+
+class Undecorated(Halves):
+    """Its field is no setting: the decorator is missing."""
+
+    group: int = 64
+
+
+@dataclass(frozen=True)
+class NeedsValue(Halves):
+    group: int
+
+
+def test_a_subclass_without_its_decorator_is_refused() -> None:
+    with pytest.raises(CompressionConfigError, match=r"put @dataclass\(frozen=True\) above"):
+        parse_codec(f"{__name__}:Undecorated")
+
+
+def test_a_setting_without_a_value_is_named() -> None:
+    spec = f"{__name__}:NeedsValue"
+    with pytest.raises(
+        CompressionConfigError, match=r"needs a value for group, as in .*:group=VALUE"
+    ):
+        parse_codec(spec)
+    assert parse_codec(f"{spec}:group=8").group == 8
+
+
+@pytest.mark.parametrize(
+    ("traffic", "path"),
+    [
+        ("tp.forward", "tensor_parallel.compression"),
+        ("tp.backward", "tensor_parallel.backward"),
+        ("dp.gradient", "data_parallel.compression"),
+        ("dp.weight", "data_parallel.weights"),
+        ("dp.outer", "data_parallel.outer"),
+        ("ep.backward", "expert_parallel.backward"),
+    ],
+)
+def test_the_setting_of_a_traffic_class(traffic: str, path: str) -> None:
+    """A mistake is told with the flag that has the codec."""
+    assert path_of_traffic(traffic) == path
 
 
 def test_the_codec_of_a_sum_is_checked() -> None:

@@ -9,6 +9,7 @@ few small tensors when compression is attached, and what is wrong is said in one
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 
 from megatron.compression.codecs.base import Codec, Shape
 from megatron.compression.errors import CompressionConfigError, first_line
@@ -66,6 +67,8 @@ def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
     step = f"payload_bytes of shape {[*shape]}"
     try:
         payload_bytes = codec.message_bytes(shape, dtype)
+        if not isinstance(payload_bytes, int):
+            return f"payload_bytes returns {payload_bytes!r}; return a whole number, an int"
         step = f"encode of {rows} rows of {values}"
         payloads = codec.encode(x)
         if mistake := _payload_mistake(payloads, rows, payload_bytes, values):
@@ -76,15 +79,20 @@ def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
         decoded = codec.decode(payloads, shape, dtype)
         if mistake := _decoded_mistake(decoded, x):
             return mistake
-        step = f"encode and decode of a NaN among {values}"
-        # In the last row, so that a codec that looks at the first one alone is noticed.
-        damaged = x.clone()
-        damaged.view(rows, -1)[-1, 0] = float("nan")
-        if codec.decode(codec.encode(damaged), shape, dtype)[-1].isfinite().all():
-            return (
-                "a NaN that is encoded decodes to finite numbers, so that a broken run would train "
-                "on; let NaN and infinities through, as a scale of their group for example"
-            )
+        step = f"encode and decode of zeros, {values}"
+        zeros = torch.zeros_like(x)
+        if not torch.equal(codec.decode(codec.encode(zeros), shape, dtype), zeros):
+            return "zeros do not decode to zeros; a scale of zero needs a case of its own"
+        for name in ("NaN", "inf", "-inf"):
+            step = f"encode and decode of {name} among {values}"
+            # In the last row, so that a codec that looks at the first one alone is noticed.
+            damaged = x.clone()
+            damaged.view(rows, -1)[-1, 0] = float(name)
+            if codec.decode(codec.encode(damaged), shape, dtype)[-1].isfinite().all():
+                return (
+                    f"{name} that is encoded decodes to finite numbers, so that a broken run would "
+                    "train on; let NaN and infinities through, as a scale of their group for example"
+                )
     except CompressionConfigError:
         raise
     except Exception as error:  # a codec raises what it likes
@@ -127,4 +135,11 @@ def _decoded_mistake(decoded: object, x: torch.Tensor) -> str | None:
         )
     if not decoded.isfinite().all():
         return "decode returns NaN or infinities for finite values"
+    # Even one bit a value keeps half of the direction of Gaussian values.
+    cosine = F.cosine_similarity(decoded.double().flatten(), x.double().flatten(), dim=0)
+    if cosine <= 0:
+        return (
+            f"decode returns other values than were encoded (cosine of the angle {cosine:.2f}); "
+            "check the sign and the order of values"
+        )
     return None

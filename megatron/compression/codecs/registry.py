@@ -64,7 +64,9 @@ class Registry:
             # The same class may come again, from a module that is loaded anew.
             if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise CompressionConfigError(
-                    f"the {self.noun} {name!r} is {known.__qualname__} already; choose another name"
+                    f"the {self.noun} {name!r} is {known.__module__}.{known.__qualname__} already, "
+                    f"and {cls.__module__}.{cls.__qualname__} wants the name; choose another name, "
+                    "or import the module under one name only"
                 )
             self._entries[name] = (cls, fixed)
             return cls
@@ -94,8 +96,16 @@ class Registry:
         name, cls, fixed, settings = self._look_up(text, offered)
         # Codecs are keys of dictionaries and caches: one that could change would be another in the
         # middle of a run.
-        if not getattr(getattr(cls, "__dataclass_params__", None), "frozen", False):
-            raise CompressionConfigError(f"{text}: {cls.__qualname__} must be a frozen dataclass")
+        parameters = getattr(cls, "__dataclass_params__", None)
+        # A subclass inherits its parent's; its own annotated fields would be no settings then.
+        is_frozen = getattr(parameters, "frozen", False)
+        if is_frozen and cls.__annotations__ and "__dataclass_params__" not in vars(cls):
+            is_frozen = False
+        if not is_frozen:
+            raise CompressionConfigError(
+                f"{text}: {cls.__qualname__} must be a frozen dataclass; put "
+                "@dataclass(frozen=True) above the class"
+            )
         values = _parse_settings(name, cls, fixed, settings)
         try:
             return cls(**fixed, **values)
@@ -221,6 +231,15 @@ def _parse_settings(name: str, cls: type, fixed: dict[str, Any], settings: str) 
         if not equals and (meant := _settings_with(assignment, cls, fixed)):
             hint = f"; did you mean {' or '.join(meant)}?"
         raise CompressionConfigError(f"{name}: no setting {key!r}; choose among {choice}{hint}")
+    for key, field in open_settings.items():
+        has_default = (
+            field.default is not dataclasses.MISSING
+            or field.default_factory is not dataclasses.MISSING
+        )
+        if key not in values and not has_default:
+            raise CompressionConfigError(
+                f"{name} needs a value for {key}, as in {name}:{key}=VALUE"
+            )
     return values
 
 

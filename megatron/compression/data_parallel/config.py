@@ -28,7 +28,7 @@ from megatron.compression.dimension import (
 )
 from megatron.compression.errors import SettingError, argument, refused_for, setting
 from megatron.compression.graphs import whole_iterations
-from megatron.compression.names import PARALLELISMS, Parallelism
+from megatron.compression.names import DDP_FIELDS, PARALLELISMS, Parallelism
 
 _COMPRESSION = "data_parallel.compression"
 _WEIGHTS = "data_parallel.weights"
@@ -239,6 +239,20 @@ class DataParallelConfig(DimensionConfig):
         if self.compressor is not None and self.compressor.has_memory:
             _check_repeatable(self.compressor, args)
         check_memory(self.compressor, args)
+
+    def check_wrapped(self, ddp_config: Any) -> None:
+        """Refuse settings of a wrapped model that its gradients would get past the codec by.
+
+        ``check`` has refused Megatron's flags for them already. A loop of one's own has no flags.
+
+        Args:
+            ddp_config: megatron-core's ``DistributedDataParallelConfig``.
+
+        Raises: SettingError: one of them is set.
+        """
+        for name, field_name in DDP_FIELDS.items():
+            if getattr(ddp_config, field_name, False):
+                raise SettingError(f"args.{name}", None, _REFUSED[name], f"drop it or {_FLAG}")
 
     def check_fsdp2(self) -> None:
         """Refuse what cannot encode the weights and gradients that torch's FSDP2 sends.

@@ -274,6 +274,7 @@ class Gradients(Dimension):
         for chunk in chunks:
             if not isinstance(chunk, DistributedDataParallel):
                 raise TypeError(f"--dp-compression needs Megatron's DDP, not {type(chunk)}")
+            self.config.check_wrapped(chunk.ddp_config)
             check_memory(self.compressor, chunk.config)
             self._find_topologies(chunk)
         for number, chunk in enumerate(chunks):

@@ -21,12 +21,12 @@ from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environme
 from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.dimension import print_on_first_rank
-from megatron.compression.errors import CompressionConfigError, spelled
+from megatron.compression.errors import CompressionConfigError, refused_for, spelled
 from megatron.compression.fsdp2.copies import IsCopy, copies_of
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.parameter_group import ParameterGroup, Slots, parameter_groups
 from megatron.compression.fsdp2.weights import WeightGather
-from megatron.compression.names import PYTHON_NAMES, Names
+from megatron.compression.names import PYTHON_NAMES, Names, path_of_traffic
 from taco_kernels.common.fast_launch import slow_launches
 
 NAMES = Names(
@@ -87,7 +87,9 @@ def attach(
     node_size = from_environment(NODE_SIZE)
     policy = Policy(config.rules(start_iteration), ledger)
     codecs = [policy.rule(traffic).codec for traffic in ("dp.weight", "dp.gradient")]
-    check_contract(codecs)
+    for traffic, codec in zip(("dp.weight", "dp.gradient"), codecs, strict=True):
+        with spelled(NAMES), refused_for(path_of_traffic(traffic)):
+            check_contract([codec])
     slow = slow_launches()
     if slow and any(codec is not None for codec in codecs):
         log(f"compression: FSDP2: {slow}")
