@@ -90,6 +90,15 @@ DDP_FIELDS = {
 sets."""
 
 
+_OTHER_FLAGS = {"nccl_ub": "--use-nccl-ub"}
+"""Megatron's arguments whose flag has another name."""
+
+
+def flag_of_argument(name: str) -> str:
+    """Return the flag of one of Megatron's arguments: ``--seq-length`` for ``seq_length``."""
+    return _OTHER_FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
 def path_of_traffic(traffic: str) -> str:
     """Return the setting that holds the codec of a traffic class: ``tensor_parallel.backward`` for
     ``tp.backward``."""
@@ -137,7 +146,7 @@ class Names:
         # Without a name of its own an argument is its flag: --seq-length for args.seq_length.
         if path.startswith("args."):
             name = path.removeprefix("args.")
-            return self.arguments.get(name, f"--{name.replace('_', '-')}")
+            return self.arguments.get(name, flag_of_argument(name))
         if path.endswith(".min_mb"):  # one setting on the command line, a field of each dimension
             path = "tensor_parallel.min_mb"
         return self.settings.get(path, path)

@@ -3,6 +3,7 @@
 import re
 from argparse import ArgumentParser, Namespace
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from megatron.compression.data_parallel.codec_gradients import (
 )
 from megatron.compression.data_parallel.config import _REFUSED, DataParallelConfig
 from megatron.compression.errors import CompressionConfigError, spelled
-from megatron.compression.names import DDP_FIELDS, PYTHON_NAMES
+from megatron.compression.names import DDP_FIELDS, PYTHON_NAMES, flag_of_argument
 
 ON = {"compression": "sdp4bit"}
 TAGC = {"compression": "tagc"}
@@ -233,8 +234,19 @@ def test_impossible_combinations(settings: dict, megatron: dict, message: str) -
 @pytest.mark.parametrize("name", _REFUSED)
 def test_refused_flags_exist(name: str) -> None:
     """Under the name that Megatron gives them: another one would refuse nothing."""
-    with pytest.raises(CompressionConfigError, match=f"--{name.replace('_', '-')} "):
+    flag = flag_of_argument(name)
+    parser = ArgumentParser()
+    add_megatron_arguments(parser)
+    assert flag in parser._option_string_actions
+    with pytest.raises(CompressionConfigError, match=f"{flag} "):
         _check(ON, **{name: 2})
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_refused_flags_are_on_the_page(name: str) -> None:
+    page = Path(__file__).parents[2] / "docs/data_parallel.md"
+    refused = page.read_text().partition("## Refused")[2].partition("\n## ")[0]
+    assert f"`{flag_of_argument(name)}`" in refused
 
 
 @pytest.mark.parametrize("argument", DDP_FIELDS)

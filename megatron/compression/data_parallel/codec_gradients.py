@@ -26,8 +26,8 @@ from megatron.compression.errors import CompressionConfigError
 from taco_kernels.common import ceil_div
 
 ALIGNMENT = 4096
-"""Pieces begin at multiples of this many values (every group size divides it), and are never
-smaller."""
+"""Pieces begin at multiples of this many values, and are never smaller. The group sizes of our own
+codecs divide it, so that only a bucket's end is padded."""
 PIECES = 8
 """Pieces of a bucket where the exchange between nodes can overlap with the one inside the node."""
 
@@ -101,7 +101,7 @@ class CodecGradientSync(GradientSync):
         self.first = inter if one_rank_a_node else intra
         self.last = inter if topology.nodes > 1 else intra
         pieces = PIECES if topology.two_hops else 1
-        # A piece begins where a group of every codec begins: groups do not straddle two pieces.
+        # Each piece is encoded by itself, and padded to whole groups.
         size = ceil_div(ceil_div(self.shard_numel, pieces), ALIGNMENT) * ALIGNMENT
         size = max(ALIGNMENT, size)
         starts = range(0, self.shard_numel, size)
