@@ -100,7 +100,7 @@ def audit_worker(rank: int, world_size: int) -> dict[str, list[str]]:
     audited("beside symmetric memory", beside_symmetric_memory)
 
     def beside_host_memory() -> None:
-        """An all-to-all that c10d never saw: what the ledger has too much hides no other operation."""
+        """Count an all-to-all that c10d never saw, which must not hide another operation."""
         ledger.record("tp.forward", "compressed", "all_to_all", 10 * SIZE, 0)
         IMPORTED_ALL_GATHER(torch.empty(2 * VALUES), torch.ones(VALUES), group=tensor)
 

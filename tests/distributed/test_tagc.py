@@ -69,7 +69,7 @@ def make_sync(
 
 
 def fill(sync, step: int, rank: int) -> torch.Tensor:
-    """New gradients, in half the same on all ranks; zeros outside of parameters. Returns them in fp32."""
+    """Fill in gradients, half of them equal on all ranks, and return them in fp32."""
     flat = sync.bucket.gradients
     total = torch.zeros(flat.numel())
     for key in (step, 1000 + 10 * step + rank):

@@ -1,4 +1,4 @@
-"""FIRST/SECOND over three ranks: which codec encodes what, by the bytes that are sent and by the values."""
+"""FIRST/SECOND over three ranks: the codec of each exchange, by its bytes and its values."""
 
 from functools import cache
 
@@ -24,7 +24,7 @@ SPECS = ("int5/int6", "int8/int4", "int4/int8")
 
 
 def brought_by(rank: int) -> torch.Tensor:
-    """What a rank brings: Gaussian fp32 ``[NUMEL]``."""
+    """Return a rank's tensor: Gaussian fp32 ``[NUMEL]``."""
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
@@ -58,7 +58,7 @@ def two_codecs_worker(rank: int, ranks: int) -> dict[str, dict]:
 
 @cache
 def results() -> list[dict[str, dict]]:
-    """What ``two_codecs_worker`` returned, by rank."""
+    """Return the results of ``two_codecs_worker`` by rank."""
     return spawn(two_codecs_worker, RANKS)
 
 
@@ -75,7 +75,7 @@ def test_parts_take_the_bytes_of_the_first_codec_and_the_sum_those_of_the_second
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_sum_has_the_errors_of_both_codecs(spec: str) -> None:
-    """As in plain torch: parts through the first codec, their sum through the second."""
+    """Parts go through the first codec and their sum through the second, as computed in torch."""
     first, second = parse_codec(spec).hops
     pieces = torch.stack([brought_by(rank).view(RANKS, -1) for rank in range(RANKS)])
     decoded = [first.decode(first.encode(part), part.shape[1:], torch.float32) for part in pieces]
@@ -117,7 +117,7 @@ def test_a_reduce_scatter_uses_the_first_codec(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_layers_kept_payload_is_the_second_codecs(spec: str) -> None:
-    """A column-parallel layer under sequence parallelism gathers it in the forward and again later."""
+    """A column-parallel layer under sequence parallelism gathers it forward, and again later."""
     _, second = parse_codec(spec).hops
     for rank, result in enumerate(results()):
         assert torch.equal(result[spec]["layer's payload"], second.encode(brought_by(rank)[None]))
