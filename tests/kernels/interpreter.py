@@ -1,7 +1,8 @@
 """Triton's CPU interpreter, faster: for the programs that run kernels under TRITON_INTERPRET=1.
 
 The variable must be set before triton is imported, so a test runs a function of its file in a program of its
-own (``interpreted``). Starting one takes seconds, so a file with many scenarios runs them all in one program and
+own (``interpreted``). Starting one takes seconds, so a file with many scenarios runs them all in
+one program and
 has a test for each::
 
     SCENARIOS = {"int8 encoded": check_encode, ...}

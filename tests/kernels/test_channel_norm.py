@@ -251,7 +251,7 @@ def check_kernels(x: torch.Tensor, layout: ChannelNormLayout, device: str = "cpu
 
 
 def interpreted_launch(tile: int, tile_tokens: int, tiles: int):
-    """channel_norm's launch, with tiles of so many values, statistics of so many tokens, and tiles at a time."""
+    """Return channel_norm's launch with tiles of so many values and tokens, so many at a time."""
     from taco_kernels.channel_norm import launch
 
     small_tiles(launch.TUNING, tile)
