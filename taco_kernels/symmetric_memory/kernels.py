@@ -377,11 +377,11 @@ def all_reduce_kernel(
     ``steps_before``)::
 
         iteration         0       1       2       3     ...  steps-1  steps   steps+1
-        send              tile 0  tile 1  tile 2  tile 3     last     -       -   x -> owners' arrival slots
-        sum               -       tile 0  tile 1  tile 2     ...      last    -   arrival -> returned slots
-        decode            -       -       tile 0  tile 1     ...      ...     lastreturned slots -> out
-        publishes data    1       2       3       4          steps    steps   -   tiles sent
-        publishes ack     0       1       2       3          steps-1  steps   -   tiles read, sums sent
+        send              tile 0  tile 1  tile 2  tile 3     last     -       -        x -> owners' slots
+        sum               -       tile 0  tile 1  tile 2     ...      last    -        arrival -> returned slots
+        decode            -       -       tile 0  tile 1     ...      ...     last     returned slots -> out
+        publishes data    1       2       3       4          steps    steps   -        tiles sent
+        publishes ack     0       1       2       3          steps-1  steps   -        tiles read, sums sent
 
     *Who writes which flag.* Program p of rank r writes its own data and ack flag, (r, p), in the
     memory of every rank, and reads all (., p) in its own memory. Flags only grow.
