@@ -20,7 +20,7 @@ pinned() { # the version of $1 in constraints.txt
 
 find_python() { # the interpreter of version $1, or at the path $1
     local candidate
-    for candidate in "$1" "python$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1"*/bin/python; do
+    for candidate in "python$1" "$1" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1"*/bin/python; do
         # A pyenv shim answers to the name and then refuses to run, so each is started.
         if [ ! -d "$candidate" ] && "$candidate" -c 'import venv' 2>/dev/null; then
             command -v "$candidate"

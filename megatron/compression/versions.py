@@ -1,8 +1,8 @@
 """Which versions are required, in one place: setup.py and the start-up check read it.
 
-Ranges are what the code is written for; constraints.txt has the versions that every test and number
-of this project was run with. Replaced symbols are checked one by one where they are replaced
-(``patches``).
+Ranges are what has been run: docs/versions.md has the table, scripts/test_versions.sh runs a
+combination. constraints.txt has the versions of every number in docs/results. Replaced symbols are
+checked one by one where they are replaced (``patches``).
 """
 
 MEGATRON_CORE_SERIES = "0.19"
@@ -13,7 +13,7 @@ untested."""
 REQUIRED = [
     "megatron-core>=0.19,<0.20",
     "torch>=2.10,<2.16",
-    "triton>=3.5,<4",  # torch's wheels name the exact one
+    "triton>=3.6,<3.10",  # torch's wheels name the exact one
 ]
 
 EXTRAS = {

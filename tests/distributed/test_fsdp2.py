@@ -122,7 +122,9 @@ def lossless_worker(rank: int, ranks: int) -> None:
     assert train(model, 24) == plain
     # The head's 1105 values a rank may not fit their payload in a step (seen on a GPU).
     assert "compressed" in kinds(compression, "dp.weight") <= {"compressed", "overflow"}
-    assert "ratio 1.2" in compression.summary()
+    # Of weights alone: torch 2.15 reduces these gradients in fp32, earlier ones in bf16.
+    sent, uncompressed = compression.run.ledger.totals()["dp.weight"]["compressed"]
+    assert 0.7 < sent / uncompressed < 0.73
 
 
 def test_lossless_gathers_keep_the_losses() -> None:

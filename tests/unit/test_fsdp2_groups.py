@@ -125,3 +125,15 @@ def test_gradients_of_several_types_are_refused(block: ShardedBlock, monkeypatch
     assert reason.startswith("has gradients of several types; give fully_shard()")
     del other.sharded_grad_dtype
     assert found.refusal(lossless=False, gathers=False, memory=False) is None
+
+
+def test_gradients_are_reduced_in_the_type_that_they_are_kept_in(block: ShardedBlock) -> None:
+    """From torch 2.15 on; before, in the type of the weights' computation."""
+    group = group_of(block.dense)
+    block.state = SeveralGroups([group])
+    [found] = parameter_groups(block)
+    assert found.gradient_dtype == torch.bfloat16
+    group.fsdp_params[0].sharded_grad_dtype = torch.float32
+    assert found.gradient_dtype == torch.float32
+    group.fsdp_params[0].mp_policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    assert found.gradient_dtype == torch.float16

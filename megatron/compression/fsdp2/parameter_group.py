@@ -120,7 +120,11 @@ class ParameterGroup:
         dtypes = []
         for shard in self.fsdp.fsdp_params:
             policy = shard.mp_policy
-            dtypes.append(policy.reduce_dtype or policy.param_dtype or shard.sharded_param.dtype)
+            computed_in = policy.param_dtype
+            if hasattr(shard, "sharded_grad_dtype"):
+                # From torch 2.15 on gradients are reduced in the type that they are kept in.
+                computed_in = shard.sharded_grad_dtype
+            dtypes.append(policy.reduce_dtype or computed_in or shard.sharded_param.dtype)
         return dtypes
 
     @property
