@@ -172,29 +172,33 @@ class CompressionConfig:
         activations = undecided or any(getattr(self, name).enabled for name in ACTIVATIONS)
 
         if any(dimension.min_mb is not None for dimension in self.dimensions):
-            _require_user("tensor_parallel.min_mb", compresses, tensor)
+            _require_use("tensor_parallel.min_mb", compresses, tensor)
         if self.loss_budget is not None:
-            _require_user("loss_budget", undecided, setting("auto"))
+            _require_use("loss_budget", undecided, setting("auto"))
         if self.validate_uncompressed:
-            _require_user("validate_uncompressed", activations, f"{tensor}, {stages} or {experts}")
+            _require_use("validate_uncompressed", activations, f"{tensor}, {stages} or {experts}")
         if self.error_bound is not None:
-            _require_user("error_bound", self._layers_compress, _LAYERS)
+            _require_use("error_bound", self._layers_compress, _LAYERS)
         if self.start_iteration:
-            _require_user("start_iteration", compresses, tensor)
+            _require_use("start_iteration", compresses, tensor)
         # "auto" falls back by itself, so it is never idle.
         if self.transport != "auto":
             self._refuse_idle_transport()
 
     def _refuse_idle_transport(self) -> None:
-        """Refuse a transport that nothing travels by: the kernels of ``symmetric`` send neither
-        buckets of gradients nor tokens, and none but torch.distributed sends between stages."""
+        """Refuse a transport other than "auto" that nothing would use.
+
+        The kernels of ``symmetric`` send messages of layers alone. A transport named otherwise
+        sends buckets of gradients and tokens as well. Between pipeline stages torch.distributed
+        sends whatever is chosen, so pipeline compression alone uses no transport.
+        """
         if self.transport == "symmetric":
-            _require_user("transport", self._layers_compress, _LAYERS, self.transport)
+            _require_use("transport", self._layers_compress, _LAYERS, self.transport)
             return
         experts = setting("expert_parallel.compression")
         data = setting("data_parallel.compression")
         used = self._layers_compress or self.data_parallel.enabled or self.expert_parallel.enabled
-        _require_user("transport", used, f"{_LAYERS}, {experts} or {data}", self.transport)
+        _require_use("transport", used, f"{_LAYERS}, {experts} or {data}", self.transport)
 
     @property
     def _layers_compress(self) -> bool:
@@ -305,7 +309,7 @@ _LAYERS = f"{setting('tensor_parallel.compression')} or {setting('context_parall
 """What has messages of layers compressed, for messages."""
 
 
-def _require_user(path: str, used: bool, users: str, value: str | None = None) -> None:
+def _require_use(path: str, used: bool, users: str, value: str | None = None) -> None:
     """Refuse a setting that is given and that nothing uses.
 
     Args:

@@ -157,6 +157,11 @@ class Names:
 
 
 def _names_of_flags() -> Names:
+    """Return what a command line calls each setting.
+
+    A flag with two values sets two settings: of ``--flag VALUE SECOND`` the first is named
+    ``--flag`` and the other ``--flag SECOND``.
+    """
     names = {
         "auto": "--compression auto",
         "communicators": COMMUNICATORS,
@@ -172,6 +177,7 @@ def _names_of_flags() -> Names:
 
 
 def _names_in_python() -> Names:
+    """Return what Python calls each setting: the field of its dimension's config."""
     names = {
         "tensor_parallel.min_mb": "min_mb",
         "data_parallel.outer": "DataParallelConfig.compression outer=",

@@ -441,7 +441,12 @@ class Session:
             self.host.log(f"compression: uncompressed as when the checkpoint was saved: {sites}")
 
     def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
-        """Put the config, ``state`` and the dimensions' own into a checkpoint of Megatron's."""
+        """Put the config, ``state`` and the dimensions' own into a checkpoint of Megatron's.
+
+        Args:
+            state_dict: what is saved, or for loading the template of what is to be read.
+            is_loading: it is a template.
+        """
         if not is_loading:
             # What is loaded is looked up in the file itself, so nothing is put there for loading.
             state_dict[STATE] = {"config": self.config.asdict(), **self.state()}

@@ -261,6 +261,7 @@ def _to_cpu(original, self, *args, **kwargs):
 def _install_tensors() -> None:
     """Wrap the factories, the Tensor methods that move a tensor to the device, and products of
     matrices."""
+    # On a CPU without bf16 instructions torch's products of bf16 matrices are slow: fp32's are used.
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         with warnings.catch_warnings(action="ignore"):  # torch warns of such a replacement
             for name in ("mm", "addmm", "bmm", "baddbmm"):

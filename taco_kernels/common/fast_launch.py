@@ -20,8 +20,7 @@ the compiled kernel's launcher is called once with markers, and what it passes o
 
 A launcher that passes anything else has no layout, and its kernels go through Triton. torch has a
 launcher of its own (``torch._inductor.runtime.static_triton_launcher``). It is not used: it is
-private as well, knows neither cooperative nor dependent launches, and its C function takes the same
-time.
+private as well and knows neither cooperative nor dependent launches. Their times were not compared.
 
 Everything goes through Triton where that would not do: under the interpreter, in a version of
 Triton that has not been tried, on other than CUDA devices, in debug mode, and while launch hooks or

@@ -238,6 +238,9 @@ def decode_groups(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return code values fp32[chunks * groups, G] and steps fp32[chunks * groups, 1].
 
+    A group's values are its code values times its step, before the transform is undone. With scales
+    "dual" the step is made of two numbers that are sent, s and alpha; otherwise it is sent itself.
+
     Args:
         wires: uint8[chunks, bytes].
         groups: of each chunk.
@@ -250,7 +253,7 @@ def decode_groups(
     else:
         dtype = torch.bfloat16
         scale_bytes = [2 * groups]
-    # Without padding and lists.
+    # Behind the groups' bytes there may be lists of outliers, and padding.
     used = wires[:, : groups * config.bytes_per_group()]
     sections = used.split(plane_bytes + scale_bytes, dim=1)
     rows = len(wires) * groups

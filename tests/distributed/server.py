@@ -3,6 +3,7 @@
 A forked rank runs a script with the environment that torchrun sets, as a process of its own would.
 """
 
+import faulthandler
 import multiprocessing as mp
 import os
 import runpy
@@ -83,6 +84,7 @@ def _main(output: Connection, env: dict[str, str], body: Callable, arguments: tu
         os.dup2(output.fileno(), descriptor)
     output.close()
     sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()  # a crash shows its Python stack in the run's output
     os.environ.update(env)
     try:
         body(*arguments)

@@ -44,6 +44,7 @@ def test_the_rank_that_failed_is_the_root_cause(fails_by: str, cause: str) -> No
     """The summary has its exception, its exit, or the signal that ended it."""
     run = run_that_loses_rank_1(fails_by)
     summary = root_cause(run)
+    assert "iteration " in run.output, "it failed before the first iteration"
     assert "rank      : 1 (local_rank: 1)" in summary, run.output[-3000:]
     assert cause in summary, run.output[-3000:]
     assert "lost the connection" not in summary

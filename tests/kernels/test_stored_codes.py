@@ -1,4 +1,4 @@
-"""Codes of fixed inputs, as hashes: kernels and definitions give the same under every version of Triton.
+"""Codes of fixed inputs, as hashes: kernels and definitions keep theirs under every version of Triton.
 
 Values are multiples of 1/8 whose sums are exact in fp32, so that no order of summing matters. A hash that
 differs is another wire format, or arithmetic that a version changed: ranks with both would not understand
@@ -100,9 +100,8 @@ STORED = {
 }
 """Of the definition and of the kernel in Triton 3.6's interpreter.
 
-Where they differ, scales differ in their last bit, or bytes that no decoder reads: the files of the families
-compare them. The kernels of int4 and sdp4bit have a fused multiply-add, which the interpreter rounded twice
-before Triton 3.9; since then they have the definition's codes."""
+A kernel may have either hash. How far the two may be apart is tested by the families' own files. The kernels
+of int4 and sdp4bit have the definition's codes since Triton 3.9, whose interpreter rounds differently."""
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -431,17 +431,17 @@ def parameters(args: Namespace) -> int:
     count = compute_weight_and_optimizer_memory(replicated_args) / 18
     stages = args.pipeline_model_parallel_size
     ranks_of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    # Ranks of a stage are as many as hold one set of experts: no expert has a replica to be summed
-    # with.
+    # A stage's ranks hold one set of experts together: no expert has a replica to be summed with.
     if args.num_experts and args.world_size == stages * ranks_of_experts:
         frequency = args.moe_layer_freq
         if isinstance(frequency, list):
             layers = sum(map(bool, frequency))
         else:
             layers = ceil_div(args.num_layers, frequency)
-        width = (args.moe_latent_size or args.hidden_size) * args.moe_ffn_hidden_size
+        matrix_size = (args.moe_latent_size or args.hidden_size) * args.moe_ffn_hidden_size
         matrices = 3 if args.swiglu else 2
-        count -= args.num_experts * width * matrices * layers / stages / ranks_of_experts
+        of_experts = args.num_experts * matrices * matrix_size * layers
+        count -= of_experts / stages / ranks_of_experts
     return int(count)
 
 

@@ -98,7 +98,7 @@ class Sender:
         return f"{size:.3g} MiB {operation} {1e3 * seconds:.3g} ms, {rate / 1e9:.3g} GB/s"
 
     def _collective(self, message: MessageKind, rule: Rule | None) -> Send:
-        """Return a layer's all-reduce, reduce-scatter or all-gather."""
+        """Return a function that sends a layer's message once; rule None: uncompressed."""
         group = _group(message)
         operation = message.operation
         shape = message.shape

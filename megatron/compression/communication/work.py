@@ -130,11 +130,12 @@ class _Together(Work):
             return
         self._result = self._finish()
         if isinstance(self._result, Work):
+            # From here on its exchanges are what ``advance`` moves on, and its result is ours.
             self._works = [self._result]
             self._finish = self._result.wait
             return
         self._done = True
-        # Nothing is kept alive.
+        # Works and ``finish`` hold payloads, whose memory is free from here on.
         self._works = ()
         self._finish = None
 

@@ -3,14 +3,17 @@ aligned.
 
 Megatron copies the updated fp32 masters over the owner's shard of the parameter buffer and gathers
 that. Here the masters' cast goes to a buffer of its own; its difference to the shard is encoded at
-once, gathered when Megatron gathers, and added by every rank, the owner too, to its own copy:
-replicas stay bit-identical, and what the encoding lost is in the next difference (SDP4Bit, arXiv
-2410.15526).
+once and gathered when Megatron gathers. Every rank adds the decoded difference to its own copy. The
+owner adds the decoded one as well, not the exact one: so replicas stay bit-identical, and what the
+encoding lost is in the next difference (SDP4Bit, arXiv 2410.15526).
 
     step i      masters ---- cast ----> new [shard]
                                new - shard ---- encode ----> payload, which waits
     forward     payload ---- gather ----> all payloads, [ranks, bytes]
                 weights [ranks, shard] += decode(all payloads)             on every rank alike
+
+Where the gather overlaps with other work, the owner adds to its own row at the step already, and at
+the gather to all other rows (``BucketWeights``).
 
 Norms, biases and position embeddings are replicated over tensor-parallel ranks. A lossy codec
 quantises them in groups with neighbours that differ from rank to rank, so that the copies would
@@ -144,7 +147,8 @@ class BucketWeights:
 
         def apply() -> torch.Tensor:
             with torch.no_grad():
-                # It has its update, or what was written since; decoding would add the update twice.
+                # ``update_shard`` has added this rank's own update already. Decoding adds to every
+                # row, so a second time to this one: its values are put back afterwards.
                 shard = self.shard.clone() if has_own_update else None
                 codec.add_decoded(gathered, self.weights)
                 if shard is not None:

@@ -285,8 +285,11 @@ def different_settings(baseline: dict, run: dict) -> list[str]:
 
 
 def _typed_name(path: str) -> str:
-    """Return what a user types for a setting's path in ``settings``: its flag or environment
-    variable."""
+    """Return what a user types for a setting's path in ``settings``.
+
+    ``compression.tensor_parallel.compression`` is ``--tp-compression``, ``megatron.num_layers`` is
+    ``--num-layers``; any other path has no flag and is returned as it is.
+    """
     section, _, name = path.partition(".")
     if section == "compression":
         return FLAG_NAMES.of(name)
