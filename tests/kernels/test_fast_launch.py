@@ -18,7 +18,7 @@ from taco_kernels.common import fast_launch
 from taco_kernels.common.fast_launch import Launch
 from tests.kernels.recorded_launches import FAST, Record, Recorder, recorded_launches
 
-known = pytest.mark.skipif(
+needs_fast_launches = pytest.mark.skipif(
     fast_launch.unsupported() is not None,
     reason=f"no fast launches here: {fast_launch.unsupported()}",
 )
@@ -78,7 +78,7 @@ SIZES = [(1, 1, (3, 4)), (16, 1, (3, 4)), (17, 2**31, (1, 16)), (-16, 2**40 + 1,
 CONSTANTS = dict(T=16, num_warps=1)
 
 
-@known
+@needs_fast_launches
 def test_tensors_and_sizes_have_kernels_of_their_own() -> None:
     """Compiled kernels: addresses that divide by 16 and that do not, dtypes, and SIZES."""
     base = {dtype: torch.zeros(256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
@@ -94,7 +94,7 @@ def test_tensors_and_sizes_have_kernels_of_their_own() -> None:
         compare(calls, records)
 
 
-@known
+@needs_fast_launches
 def test_late_integers_have_kernels_by_their_width() -> None:
     """At both ends of int32, int64 and uint64; beyond is an error of the launcher."""
     tensors = torch.zeros(256), torch.zeros(256)
@@ -113,7 +113,7 @@ def small_launch() -> Launch:
     return Launch(small_kernel, (1,), (16, 1, (1, 1)), CONSTANTS)
 
 
-@known
+@needs_fast_launches
 def test_the_stream_is_the_current_one() -> None:
     x = torch.zeros(16)
     prepared = small_launch()
@@ -124,7 +124,7 @@ def test_the_stream_is_the_current_one() -> None:
         assert [is_fast(record) for record in records] == [False, True, True]
 
 
-@known
+@needs_fast_launches
 def test_each_device_has_a_kernel_of_its_own() -> None:
     """A kernel that was chosen on one device does not serve another."""
     x = torch.zeros(16)
@@ -157,7 +157,7 @@ def launches_fast():
         yield fast
 
 
-@known
+@needs_fast_launches
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_hook_sees_every_launch(name: str, launches_fast) -> None:
     """While it is in Triton's chain."""
@@ -203,7 +203,7 @@ WATCHERS = {
 """Owner, attribute and value of what watches launches, and how often it notes one."""
 
 
-@known
+@needs_fast_launches
 @pytest.mark.parametrize("watcher", WATCHERS)
 def test_what_watches_launches_gets_them(watcher: str, launches_fast, monkeypatch) -> None:
     owner, name, value, notes = WATCHERS[watcher]
@@ -215,7 +215,7 @@ def test_what_watches_launches_gets_them(watcher: str, launches_fast, monkeypatc
     assert launches_fast()
 
 
-@known
+@needs_fast_launches
 def test_an_integer_that_would_be_specialised_on_is_refused() -> None:
     x = torch.zeros(16)
     with recorded_launches(unmarked_kernel) as (records, _):
@@ -224,7 +224,7 @@ def test_an_integer_that_would_be_specialised_on_is_refused() -> None:
         assert not records
 
 
-@known
+@needs_fast_launches
 def test_a_late_bool_is_refused() -> None:
     """Triton specialises on it."""
     x = torch.zeros(16)
@@ -234,7 +234,7 @@ def test_a_late_bool_is_refused() -> None:
         assert not records
 
 
-@known
+@needs_fast_launches
 def test_missing_constants_are_named() -> None:
     x = torch.zeros(16)
     with recorded_launches(small_kernel) as (records, _):
@@ -243,7 +243,7 @@ def test_missing_constants_are_named() -> None:
         assert not records
 
 
-@known
+@needs_fast_launches
 def test_start_keeps_launches() -> None:
     """They are kept by kernel, grid, fixed arguments and constants: the second call of each is fast."""
     x = torch.zeros(16)
@@ -290,7 +290,7 @@ def without_unsigned(specialise, backend, value, *options):
     return type_.replace("u64", "i64"), key
 
 
-@known
+@needs_fast_launches
 @pytest.mark.parametrize("other", [by_32_bytes, without_unsigned])
 def test_another_specialisation_is_noticed(other, monkeypatch) -> None:
     module = fast_launch.jit
@@ -321,7 +321,7 @@ OTHERS = {
 }
 
 
-@known
+@needs_fast_launches
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_launcher_of_another_form_launches_by_itself(other: str, monkeypatch) -> None:
     monkeypatch.setattr(OtherLauncher, "rest", OTHERS[other], raising=False)
@@ -338,7 +338,7 @@ def test_a_launcher_of_another_form_launches_by_itself(other: str, monkeypatch) 
         assert "has another form: each launch takes the host" in fast_launch.slow_launches()
 
 
-@known
+@needs_fast_launches
 def test_nothing_is_said_where_launches_are_fast(monkeypatch) -> None:
     assert fast_launch.slow_launches() is None  # no GPU: no kernel runs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -60,7 +60,9 @@ def _check_codec(codec: Codec, device: str) -> None:
 def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
     """Return what is wrong with a codec's payloads of ``x [rows, *shape]``, and how to mend it, or
     None."""
-    rows, shape, dtype = len(x), x.shape[1:], x.dtype
+    rows = len(x)
+    shape = x.shape[1:]
+    dtype = x.dtype
     values = f"{dtype} values of shape {[*shape]}"
     # ``step`` goes along, so that whatever the codec raises is told with what it was doing.
     before = x.clone()

@@ -88,7 +88,7 @@ class Topology:
 
     @property
     def two_hops(self) -> bool:
-        """Whether there is anything to sum inside a node before going between nodes."""
+        """True where there is anything to sum inside a node before going between nodes."""
         return self.nodes > 1 and self.local > 1
 
     def split(self, operation: str, sent: int) -> dict[str, int]:

@@ -46,7 +46,7 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the result is there."""
+        """True once the result is there."""
         return self._done
 
     @property
