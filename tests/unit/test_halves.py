@@ -6,6 +6,7 @@ import torch
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel import functions
+from megatron.compression.tensor_parallel.config import halves_refusal
 from megatron.compression.tensor_parallel.functions import (
     DeferredWeightGradient,
     column_parallel_linear,
@@ -138,6 +139,8 @@ def test_refusals(megatron: dict, reason: str) -> None:
     with pytest.raises(CompressionConfigError, match=reason) as error:
         resolve(parsed(*HALVES, **megatron))
     assert "\n" not in str(error.value) and HALVES[-1] in str(error.value)
+    # The same line without an exception, for whoever looks for the fastest schedule.
+    assert str(halves_refusal(parsed(*HALVES, **megatron))) == str(error.value)
 
 
 def test_halves_of_a_caat_net_are_refused() -> None:
@@ -150,6 +153,7 @@ def test_what_passes() -> None:
     """Halves need no codec; the log names them; attention alone may be recomputed."""
     config = resolve(parsed(*HALVES, **CORE_AGAIN))
     assert config.tensor_parallel.halves and not config.enabled
+    assert halves_refusal(parsed(*HALVES, **CORE_AGAIN)) is None
     assert "uncompressed" in config.describe(parsed())[0]
     idle = resolve(parsed(*HALVES, tensor_model_parallel_size=1))
     assert "no effect here" in idle.describe(parsed(tensor_model_parallel_size=1))[0]

@@ -28,7 +28,7 @@ from megatron.compression.dimension import (
     refuse_arguments,
     refuse_fp16,
 )
-from megatron.compression.errors import SettingError, argument, setting
+from megatron.compression.errors import CompressionConfigError, SettingError, argument, setting
 from megatron.compression.graphs import refuse_by_layer, refuse_host_splits
 from megatron.compression.names import PARALLELISMS, Parallelism
 
@@ -373,6 +373,25 @@ def parse_choices(text: str, path: str) -> tuple[Codec | None, tuple[Choice, ...
         codec = codec_of(spec, path)
         choices.append(Choice(codec, site or None, parse_layers(layers, path) if at else None))
     return codec_of(first.strip(), path), tuple(reversed(choices))
+
+
+def halves_refusal(args: Any) -> CompressionConfigError | None:
+    """Return why halves of a micro-batch cannot be interleaved under these arguments, or None where
+    they can.
+
+    Nothing is raised, so that whoever looks for the fastest schedule can leave halves out. ``str``
+    of the result is one line with the flag, the reason and the fix. What only the built model
+    shows is in ``halves_block.refusal``.
+
+    Args:
+        args: Megatron's arguments, or a ``TransformerConfig``, which has those that would give a
+            wrong gradient.
+    """
+    try:
+        check_halves(args)
+    except CompressionConfigError as error:
+        return error
+    return None
 
 
 def check_halves(args: Any) -> None:

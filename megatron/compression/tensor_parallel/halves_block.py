@@ -16,9 +16,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
-from megatron.compression.errors import InputError, SettingError, setting
+from megatron.compression.errors import (
+    CompressionConfigError,
+    InputError,
+    SettingError,
+    setting,
+)
 from megatron.compression.patches import symbols
-from megatron.compression.tensor_parallel.config import check_halves
+from megatron.compression.tensor_parallel.config import halves_refusal
 from megatron.compression.tensor_parallel.halves import Block, Linear, interleave
 
 _OVERLAP = "tensor_parallel.overlap"
@@ -106,6 +111,9 @@ class HalvesBlock(TransformerBlock):
     called, but their modules are: hooks of a ``TransformerLayer`` would not run.
     """
 
+    interleaved = True
+    """False: micro-batches run whole, by megatron-core's own forward. See ``switch``."""
+
     def forward(self, hidden_states, attention_mask=None, **options) -> torch.Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``; arguments are megatron-core's, of training and
         evaluation.
@@ -148,7 +156,9 @@ class HalvesBlock(TransformerBlock):
     def _halves(self, received: Any, options: dict[str, Any]) -> bool:
         """Return whether this call is halved: not text generation, nor an evaluation of single
         sequences."""
-        if not self.layers or any(options.get(name) is not None for name in _OF_INFERENCE):
+        if not self.interleaved or not self.layers:
+            return False
+        if any(options.get(name) is not None for name in _OF_INFERENCE):
             # megatron-core's inference engine passes a wrapper of the tensor, which has no shape.
             return False
         return torch.is_grad_enabled() or received.shape[1] >= 2
@@ -236,10 +246,35 @@ def attach(chunk: torch.nn.Module) -> None:
     Raises:
         CompressionConfigError: a layer that halves do not cover, or a setting.
     """
-    check_halves(chunk.config)
+    error = refusal(chunk)
+    if error is not None:
+        raise error
+    symbols.change_class(chunk.decoder, HalvesBlock)
+
+
+def switch(chunk: torch.nn.Module, interleaved: bool) -> None:
+    """Run the micro-batches of a chunk that ``attach`` has changed in halves, or whole as
+    megatron-core does.
+
+    Takes effect at the next forward. Every rank of the tensor-parallel group has to switch at the
+    same forward, since the messages differ. A CUDA graph keeps the schedule that it was captured
+    with.
+    """
+    chunk.decoder.interleaved = interleaved
+
+
+def refusal(chunk: torch.nn.Module) -> CompressionConfigError | None:
+    """Return why a model chunk cannot run in halves, or None where it can; nothing is changed.
+
+    ``str`` of the result is one line. What the command line alone shows is in
+    ``config.halves_refusal``, which is asked here too.
+    """
+    error = halves_refusal(chunk.config)
+    if error is not None:
+        return error
     decoder = getattr(chunk, "decoder", None)
     if type(decoder) is not TransformerBlock and not isinstance(decoder, HalvesBlock):
-        raise SettingError(
+        return SettingError(
             _OVERLAP,
             "halves",
             f"covers a decoder of megatron-core's TransformerBlock, not {type(decoder).__name__}",
@@ -247,13 +282,13 @@ def attach(chunk: torch.nn.Module) -> None:
         )
     for path, layer in decoder.layers.named_children():
         if reason := _why_not_halved(layer):
-            raise SettingError(
+            return SettingError(
                 _OVERLAP,
                 "halves",
                 f"covers layers of one self-attention and one dense MLP, but layer {path} {reason}",
                 "drop the flag",
             )
-    symbols.change_class(decoder, HalvesBlock)
+    return None
 
 
 def _other_modules(layer: TransformerLayer) -> str | None:
