@@ -78,14 +78,20 @@ if [ $# -eq 0 ]; then
     set -- -m "not thorough" tests/unit tests/kernels tests/distributed/test_collectives.py \
         tests/distributed/test_fsdp2.py tests/distributed/test_fsdp2_groups.py tests/distributed/test_training.py
 fi
-log=$environment/tests.log
+report=$environment/tests.xml
 status=0
-"$environment/bin/python" -m pytest -p no:cacheprovider -q "$@" 2>&1 | tee "$log" || status=$?
+"$environment/bin/python" -m pytest -p no:cacheprovider -q --junit-xml="$report" "$@" || status=$?
 
-counted() { # how many tests the last line says have $1
-    local number
-    number=$(tail -n 1 "$log" | grep -oE "[0-9]+ $1" | cut -d' ' -f1)
-    echo "${number:-0}"
-}
-echo "| $torch | $triton | $core_name | $version | $(date +%F) | $(counted passed) | $(counted failed) |"
+# What pytest counted, whatever its arguments have it print; a test whose set-up failed has failed.
+counts=$("$environment/bin/python" - "$report" <<'END'
+import sys
+from xml.etree import ElementTree
+
+suite = ElementTree.parse(sys.argv[1]).getroot().find("testsuite")
+tests, failures, errors, skipped = (int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped"))
+failed = failures + errors
+print(f"{tests - failed - skipped} | {failed}")
+END
+)
+echo "| $torch | $triton | $core_name | $version | $(date +%F) | $counts |"
 exit "$status"

@@ -18,6 +18,13 @@ DistributedOptimizer.load_state_dict
 DistributedOptimizer._set_main_param_and_optimizer_states
     looks for ``step`` in checkpoints that keep it elsewhere, and copies into a leaf that requires a
     gradient.
+
+Another bug is torch 2.13's and megatron-core's together:
+
+get_param_id_to_sharded_param_map under ``--use-torch-fsdp2``
+    pairs the optimizer's parameters with the model's tensors by ``id`` of the local tensor. Since
+    torch 2.13 ``DTensor.to_local`` makes a new tensor of a parameter at each call, so that no pair
+    is found and saving ends in ``KeyError: 0``.
 """
 
 import importlib
@@ -208,8 +215,10 @@ def make_torch_optimizers_resumable() -> None:
 
     Why: megatron-core's wheel runs without Transformer Engine and apex, but resumes with their
     optimizers alone. Not reached: optimizers of a user's own; with Transformer Engine or apex only
-    the loading in place and ``torch_dcp`` are mended.
+    the loading in place, ``torch_dcp`` and the local tensors of FSDP2 are mended.
     """
+    pairing = importlib.import_module("megatron.core.dist_checkpointing.optimizer")
+    around(pairing, "to_local_if_dtensor", ("tensor",), _same_local_tensor, lasting=True)
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizers = importlib.import_module("megatron.core.optimizer.optimizer")
     checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
@@ -244,6 +253,19 @@ def make_torch_optimizers_resumable() -> None:
         _with_step_of_group,
         lasting=True,
     )
+
+
+def _same_local_tensor(original: Callable, tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return the tensor that a DTensor holds, the same object at each call.
+
+    ``original`` asks ``to_local``, which does so before torch 2.13 and, of what is no parameter,
+    after it. The model's side of the pairs reads ``_local_tensor`` itself.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return original(tensor)
 
 
 def _has_torch_adam(wrapper) -> bool:
