@@ -90,16 +90,18 @@ def partial_kernel(
     index = row.to(tl.int64)[:, None] * channels + column[None, :]
     value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
     count = tl.minimum(tokens - tl.program_id(0) * TOKENS, TOKENS).to(tl.float32)
-    mean = tl.sum(value, axis=0) / count
+    count = tl.full([CHANNELS], 1.0, tl.float32) * count
+    # IEEE divisions throughout: `/` may be off by 2 ulp on a GPU.
+    mean = tl.div_rn(tl.sum(value, axis=0), count)
     counting = inside
     counts = tl.sum(inside.to(tl.float32), axis=0)
     if ROBUST:
         distance = tl.where(inside, tl.abs(value - mean[None, :]), 0.0)
-        limit = tl.sum(distance, axis=0) / count * THRESHOLD
+        limit = tl.div_rn(tl.sum(distance, axis=0), count) * THRESHOLD
         # "not greater", so that a NaN counts and makes the channel's statistics NaN
         counting = inside & ((distance > limit[None, :]) == 0)
         counts = tl.sum(counting.to(tl.float32), axis=0)
-        mean = tl.sum(tl.where(counting, value, 0.0), axis=0) / counts
+        mean = tl.div_rn(tl.sum(tl.where(counting, value, 0.0), axis=0), counts)
     squares = (value - mean[None, :]) * (value - mean[None, :])
     outside = tl.sum(tl.where(inside & (counting == 0), squares, 0.0), axis=0)
     means_at = partials + tl.program_id(0).to(tl.int64) * PARTS * channels + column
@@ -174,7 +176,7 @@ def statistics_kernel(
         total += tl.sum(tl.load(pointers, mask=mask, other=0.0) * count, axis=0)
         counted += tl.sum(count, axis=0)
         first += TILES
-    mean = (total / counted).to(tl.bfloat16)
+    mean = tl.div_rn(total, counted).to(tl.bfloat16)
     tl.store(statistics + column, mean, mask=inside)
 
     # Second pass: squares about the mean as it is sent.
@@ -189,12 +191,12 @@ def statistics_kernel(
         squares += tl.sum(tile_squares + offset * offset * count, axis=0)
         outside += tl.sum(tl.load(pointers + OUTSIDE * channels, mask=mask, other=0.0), axis=0)
         first += TILES
-    rms = tl.sqrt_rn(squares / counted).to(tl.bfloat16)
+    rms = tl.sqrt_rn(tl.div_rn(squares, counted)).to(tl.bfloat16)
 
     # A channel whose values are equal but for outliers takes the rms of all tokens (reference.py).
     # Its tiles all have the mean that is sent, so the outliers' squares are about it.
-    all_tokens = tl.full((), 1.0, tl.float32) * tokens
-    rms_of_all = tl.sqrt_rn((squares + outside) / all_tokens).to(tl.bfloat16)
+    all_tokens = tl.full([CHANNELS], 1.0, tl.float32) * tokens
+    rms_of_all = tl.sqrt_rn(tl.div_rn(squares + outside, all_tokens)).to(tl.bfloat16)
     # A rounding of the mean alone is no spread: see EQUAL.
     is_equal = rms.to(tl.float32) <= tl.abs(mean.to(tl.float32)) * EQUAL
     rms = tl.where(is_equal, rms_of_all, rms)

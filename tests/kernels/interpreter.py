@@ -25,7 +25,9 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,8 +40,9 @@ def interpreted(main: Callable, *arguments: object) -> str:
     pytest.importorskip("triton")
     module = main.__module__
     program = f"""import torch
-from tests.kernels.interpreter import speed_up
+from tests.kernels.interpreter import round_as_gpus, speed_up
 speed_up()
+round_as_gpus()
 torch.use_deterministic_algorithms(True, warn_only=True)
 import {module}
 print({module}.{main.__name__}(*{arguments!r}))"""
@@ -101,6 +104,51 @@ def speed_up() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def round_as_gpus() -> None:
+    """Let the interpreter round as a GPU does what Triton 3.6's does not: bf16 to nearest, multiply-adds once.
+
+    By itself it cuts the lower bits off what becomes bf16, under every Triton; and it rounds a multiply-add
+    twice before Triton 3.9.
+    """
+    from triton.runtime import interpreter
+
+    builder = type(interpreter.interpreter_builder)
+    cast = builder.cast_impl
+
+    def cast_to_nearest(self, source, target_type):
+        types = (source.dtype.scalar.name, target_type.scalar.name)
+        if types != ("fp32", "bf16"):
+            return cast(self, source, target_type)
+        nearest = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        bits = nearest.view(torch.int16).numpy().view(np.uint16).reshape(source.data.shape)
+        return interpreter.TensorHandle(bits, target_type.scalar)
+
+    def multiply_add(self, x, y, z):
+        result = _rounded_once(x.data, y.data, z.data).astype(z.data.dtype)
+        return interpreter.TensorHandle(result, z.dtype.scalar)
+
+    builder.cast_impl = cast_to_nearest
+    builder.create_fma = multiply_add
+
+
+def _rounded_once(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Return fp64 that rounds to what x * y + z rounds to, of fp32 or fp16 numbers.
+
+    The product is exact in fp64, the sum need not be. If it is not, its last bit is set (rounding to odd): so it
+    is no tie of the shorter format that the exact sum is not.
+    """
+    with np.errstate(all="ignore"):
+        product = x.astype(np.float64) * y.astype(np.float64)
+        total = product + z.astype(np.float64)
+        # What the sum has lost, exactly (Knuth's TwoSum).
+        added = total - product
+        lost = (product - (total - added)) + (z - added)
+        inexact = np.isfinite(total) & (lost != 0)
+        even = (np.ascontiguousarray(total).view(np.int64) & 1) == 0
+        odd = np.nextafter(total, np.copysign(np.inf, lost))
+    return np.where(inexact & even, odd, total)
 
 
 def _count_by_tensors() -> None:
