@@ -136,8 +136,8 @@ def round_as_gpus() -> None:
 def _rounded_once(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """Return fp64 that rounds to what x * y + z rounds to, of fp32 or fp16 numbers.
 
-    The product is exact in fp64, the sum need not be. If it is not, its last bit is set (rounding to odd): so it
-    is no tie of the shorter format that the exact sum is not.
+    The product is exact in fp64, the sum need not be. If it is not, its last bit is set (rounding to odd), so
+    that it is no tie of the shorter format unless the exact sum is one.
     """
     with np.errstate(all="ignore"):
         product = x.astype(np.float64) * y.astype(np.float64)

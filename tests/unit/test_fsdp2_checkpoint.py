@@ -1,4 +1,4 @@
-"""Checkpoints under ``--use-torch-fsdp2``: megatron-core pairs the optimizer's parameters with the model's tensors."""
+"""Checkpoints under ``--use-torch-fsdp2``: which tensors of the model are the optimizer's parameters."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def to_local_of_torch_2_13(self: DTensor) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_parameters_are_paired_under_torch_2_13(monkeypatch) -> None:
-    """Without the repair none is, and saving ends in ``KeyError: 0``; under a torch before 2.13 with a stand-in."""
+    """Without the repair none is, and saving ends in ``KeyError: 0``. Older torches have a stand-in."""
     model = fully_shard(torch.nn.Linear(4, 6), mesh=init_device_mesh(DEVICE, (1,)))
     sharded = {}
     for name, parameter in model.named_parameters():
