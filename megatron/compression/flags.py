@@ -174,14 +174,14 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
     """The keywords of ``add_argument`` for a setting with one value."""
     if field.type is bool:
         return {"action": "store_true"}
-    if typing.get_origin(field.type) is typing.Literal:
-        return {"default": field.default, "choices": typing.get_args(field.type)}
     # float | None is a number that has no default.
     value_type: Any = field.type
-    if isinstance(value_type, types.UnionType):
+    if typing.get_origin(value_type) in (types.UnionType, typing.Union):
         (value_type,) = (
             option for option in typing.get_args(value_type) if option is not types.NoneType
         )
+    if typing.get_origin(value_type) is typing.Literal:
+        return {"default": field.default, "choices": typing.get_args(value_type)}
     return {"default": field.default, "type": value_type, "metavar": _METAVARS[flag]}
 
 

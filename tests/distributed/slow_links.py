@@ -96,22 +96,22 @@ def tell_decisions() -> None:
 
     Blocks are short, and ``training`` becomes true when the timings have ended.
     """
-    from megatron.compression.auto import plan, stopwatch
+    from megatron.compression.auto import check, stopwatch
     from megatron.compression.auto.automatic import Automatic
     from megatron.compression.report import Reporter
 
-    plan.BLOCK = 2
-    plan.WARM_UP = 1
-    plan.time = clock
+    check.BLOCK = 2
+    check.WARM_UP = 1
+    check.time = clock
     stopwatch.time = clock
     begin = Automatic._begin
     initialise = Automatic.__init__
     finish = Reporter.finish
     instances = []
 
-    def begun(self, plan):
+    def begun(self, plan, chunks):
         global training
-        begin(self, plan)
+        begin(self, plan, chunks)
         training = True
 
     def init(self, *args, **kwargs):

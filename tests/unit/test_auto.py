@@ -3,13 +3,11 @@
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -159,8 +157,8 @@ def test_no_recipe_is_timed_that_would_end_after_the_limit(begin, costs, timed, 
         (recipe.name, "tensor_parallel") for recipe in RECIPES["tensor_parallel"][:timed]
     ]
     assert tensor_parallel.chosen
-    assert note in tensor_parallel.why
-    assert (" more not timed" in tensor_parallel.why) == (timed < 6)
+    assert note in tensor_parallel.reason
+    assert (" more not timed" in tensor_parallel.reason) == (timed < 6)
 
 
 THREE_DIMENSIONS = ("tensor_parallel", "data_parallel", "pipeline_parallel")
@@ -172,7 +170,7 @@ def test_slow_timings_of_one_dimension_leave_the_others_theirs():
     assert order == [(RECIPES[dimension][0].name, dimension) for dimension in THREE_DIMENSIONS]
     for dimension_plan in plans:
         assert dimension_plan.chosen
-        assert " more not timed" in dimension_plan.why
+        assert " more not timed" in dimension_plan.reason
 
 
 def test_dimensions_take_turns():
@@ -199,13 +197,13 @@ def test_tokens_of_the_flex_dispatcher_are_not_possible():
     assert expert_parallel.name == "none"
     assert expert_parallel.link == "not timed"
     reason = "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens"
-    assert reason in expert_parallel.why
+    assert reason in expert_parallel.reason
 
 
 def test_keys_and_values_of_transformer_engine_are_not_possible():
     _, context_parallel = plans_of_a_run_that_cannot_be_compressed()
     assert context_parallel.dimension == "context_parallel"
-    assert "keys and values on in a ring of its own" in context_parallel.why
+    assert "keys and values on in a ring of its own" in context_parallel.reason
 
 
 def test_fsdp2_is_not_timed():
@@ -213,7 +211,7 @@ def test_fsdp2_is_not_timed():
     message = MessageKind("data_parallel", "dp.gradient", "all_reduce", (4,), torch.float32, 1.0)
     (data_parallel,) = measurement(args, resolve(args), [message]).decide(0.1).dimensions
     assert data_parallel.name == "none"
-    assert "--use-torch-fsdp2 is not timed" in data_parallel.why
+    assert "--use-torch-fsdp2 is not timed" in data_parallel.reason
 
 
 class ForeignExperts(MoELayer):
@@ -333,7 +331,7 @@ def one_plan(**changes) -> RunPlan:
         "name": INT6.name,
         "gain": 0.2,
         "loss": 0.067,
-        "why": "best",
+        "reason": "best",
     }
     dimension_plan = DimensionPlan(**{**fields, **changes})
     return RunPlan(
@@ -356,6 +354,22 @@ class TestFile:
         assert plan.read(str(tmp_path), CIRCUMSTANCES, print) == checked
         assert checked != one_plan()
         assert not capsys.readouterr().out
+
+    def test_a_file_of_0_3_0_is_read(self, tmp_path):
+        """It calls a reason ``why``, and knows neither halves nor what messages cost."""
+        decision = asdict(one_plan())
+        for name in ("halves", "cost_iterations"):
+            del decision[name]
+        for dimension_plan in decision["dimensions"]:
+            dimension_plan["why"] = dimension_plan.pop("reason")
+            del dimension_plan["exposed"]
+        write_decision(tmp_path, decision)
+        assert plan.read(str(tmp_path), {}, print) == one_plan()
+
+    def test_halves_come_back(self, tmp_path):
+        in_halves = replace(one_plan(), halves=True)
+        plan.write(str(tmp_path), in_halves, CIRCUMSTANCES, print)
+        assert plan.read(str(tmp_path), CIRCUMSTANCES, print).halves
 
     def test_without_a_folder_or_a_file_there_is_no_plan(self, tmp_path, capsys):
         assert plan.read(None, CIRCUMSTANCES, print) is None
@@ -462,172 +476,19 @@ class TestAdoption:
         assert rules["cp.forward"].codec.name == "lossless"
         assert rules["dp.weight"].codec.name == SDP4BIT_WEIGHTS
 
+    def test_halves_are_a_setting_of_the_run(self, args, decision):
+        """Beside a codec and without one: a resume attaches what the file says."""
+        args = parsed("--compression", "auto")
+        for one in (one_plan(), one_plan(chosen=False, name="none")):
+            config = decided_config(resolve(args), replace(one, halves=True), args)
+            assert config.tensor_parallel.halves
+            assert config.tensor_parallel.enabled == one.dimensions[0].chosen
+
+    def test_halves_that_the_run_cannot_have_are_refused(self, args, decision):
+        args = parsed("--compression", "auto", micro_batch_size=1)
+        with pytest.raises(CompressionConfigError, match="has no two halves"):
+            decided_config(resolve(args), replace(one_plan(), halves=True), args)
+
     def test_a_dimension_that_the_check_has_switched_off_stays_uncompressed(self, args, decision):
         checked = decision.after_check({"tensor_parallel": "switched off: slower"})
         assert not decided_config(resolve(args), checked, args).tensor_parallel.enabled
-
-
-TURN = plan.BLOCK
-"""Iterations of one block of the check, which leaves one dimension or none uncompressed."""
-FIRST_BLOCK = 1 + plan.WARM_UP
-"""The iteration with which the check begins."""
-BOTH = ("tensor_parallel", "data_parallel")
-WITHOUT_TP = {"tp.forward"}
-WITHOUT_DP = {"dp.weight"}
-TRAFFIC = ("tp.forward", "dp.weight", "pp.forward")
-Seconds = Callable[[set[str]], float]
-
-
-class CheckedRun:
-    """Iterations of a run whose plan is being checked, on a clock of its own."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.iteration = 0
-        self.clock = 0.0
-        self.gains: list[dict[str, float]] = []
-        """The gain of each dimension, once: when the check has ended."""
-        self.history: list[set[str]] = []
-        """The traffic that was left uncompressed in each iteration."""
-        self.off: set[str] = set()
-        """Dimensions that the check has switched off."""
-        monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
-        monkeypatch.setattr(plan.time, "perf_counter", lambda: self.clock)
-
-    def train(
-        self, seconds: Seconds, dimensions=BOTH, first=0, iterations=60, skipped=(), capturing=0
-    ) -> "CheckedRun":
-        """Run iterations under a check.
-
-        Args:
-            seconds: what an iteration takes, by the traffic that is left uncompressed in it.
-            dimensions: those that are checked.
-            first: the first compressed iteration.
-            iterations: how many there are.
-            skipped: iterations that Megatron skips.
-            capturing: iterations at the beginning of a block that a CUDA graph's capture takes.
-        """
-        check = plan.Check(dimensions, first, lambda: self.iteration, self.gains.append, capturing)
-        for iteration in range(iterations):
-            self.iteration = iteration
-            left_out = {traffic for traffic in TRAFFIC if check.left_out(traffic)}
-            self.history.append(left_out)
-            self.clock += seconds(left_out)
-            if iteration not in skipped:
-                check.on_training_log(iteration + 1)
-        self.off = check.off
-        return self
-
-
-@pytest.fixture
-def run(monkeypatch) -> CheckedRun:
-    return CheckedRun(monkeypatch)
-
-
-def tp_saves_a_fifth(left_out: set[str]) -> float:
-    """Return 1 s for an iteration, 1.25 s without compression of tensor parallelism."""
-    return 1.25 if "tp.forward" in left_out else 1.0
-
-
-def tp_saves_a_fifth_dp_costs(left_out: set[str]) -> float:
-    """Return seconds where compression of data parallelism makes an iteration slower."""
-    seconds = tp_saves_a_fifth(left_out)
-    if "dp.weight" in left_out:
-        seconds -= 0.1
-    return seconds
-
-
-def tp_saves_a_fifth_dp_a_half(left_out: set[str]) -> float:
-    """Return seconds where both dimensions gain."""
-    seconds = tp_saves_a_fifth(left_out)
-    if "dp.weight" in left_out:
-        seconds += 1.0
-    return seconds
-
-
-def test_each_dimension_is_left_out_in_turn(run):
-    run.train(tp_saves_a_fifth_dp_costs)
-    blocks = [set()] * TURN + [WITHOUT_TP] * TURN + [WITHOUT_DP] * TURN
-    checked = len(blocks) * plan.ROUNDS
-    before = [set()] * FIRST_BLOCK
-    assert run.history[: FIRST_BLOCK + checked] == before + blocks * plan.ROUNDS
-
-
-def test_a_dimension_that_costs_time_is_off_from_then_on(run):
-    run.train(tp_saves_a_fifth_dp_costs)
-    (gains,) = run.gains
-    assert run.off == {"data_parallel"}
-    assert gains["tensor_parallel"] == pytest.approx(0.2)
-    end = FIRST_BLOCK + 3 * TURN * plan.ROUNDS
-    assert run.history[end:]
-    for left_out in run.history[end:]:
-        assert left_out == WITHOUT_DP
-
-
-class Capturing:
-    """Seconds of iterations in CUDA graphs: after each change two run eager and one is captured."""
-
-    def __init__(self) -> None:
-        self.previous: set[str] | None = None
-        self.slow = 0
-
-    def seconds(self, left_out: set[str]) -> float:
-        if left_out != self.previous:
-            self.slow = 3
-        else:
-            self.slow -= 1
-        self.previous = left_out
-        return 9.0 if self.slow > 0 else tp_saves_a_fifth(left_out)
-
-
-def test_in_a_cuda_graph_only_replays_are_timed(run):
-    """There is one block with and one without compression, each longer by what a capture takes."""
-    run.train(Capturing().seconds, ("tensor_parallel",), capturing=3)
-    length = TURN + 3
-    blocks = [set()] * length + [WITHOUT_TP] * length
-    assert run.history[FIRST_BLOCK : FIRST_BLOCK + 2 * length] == blocks
-    assert not any(run.history[FIRST_BLOCK + 2 * length :])
-    assert not run.off
-    assert run.gains == [{"tensor_parallel": pytest.approx(0.2)}]
-
-
-def test_a_gain_under_two_percent_is_none(run):
-    run.train(lambda left_out: 1.015 if left_out else 1.0, ("tensor_parallel",))
-    (gains,) = run.gains
-    assert run.off == {"tensor_parallel"}
-    assert 0.01 < gains["tensor_parallel"] < 0.02
-
-
-def test_the_check_waits_for_the_first_compressed_iteration(run):
-    run.train(lambda left_out: 2.0 if left_out else 1.0, ("tensor_parallel",), first=20)
-    begin = 20 + plan.WARM_UP + TURN
-    assert not any(run.history[:begin])
-    assert run.history[begin] == WITHOUT_TP
-    assert run.gains
-
-
-def test_a_skipped_iteration_and_the_next_are_not_timed(run):
-    """The last iteration of the first block without tensor parallelism's codec is skipped."""
-    run.train(tp_saves_a_fifth_dp_a_half, skipped=(FIRST_BLOCK + 2 * TURN - 1,))
-    (gains,) = run.gains
-    assert gains == {"tensor_parallel": pytest.approx(0.2), "data_parallel": pytest.approx(0.5)}
-
-
-def test_a_dimension_whose_blocks_are_all_skipped_stays_as_decided(run):
-    skipped = []
-    for block in (2, 5):  # data parallelism's, of three blocks a round
-        begin = FIRST_BLOCK + block * TURN
-        skipped += range(begin, begin + TURN)
-    run.train(tp_saves_a_fifth_dp_a_half, skipped=skipped)
-    assert run.gains == [{"tensor_parallel": pytest.approx(0.2)}]
-    assert not run.off
-
-
-def test_without_enough_iterations_nothing_is_decided(run):
-    run.train(lambda left_out: 1.0, iterations=10)
-    assert not run.gains
-
-
-def test_without_dimensions_nothing_is_left_out(run):
-    run.train(lambda left_out: 1.0, dimensions=())
-    assert not any(run.history)
-    assert not run.gains

@@ -6,10 +6,9 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.compression.auto import plan, stopwatch
-from megatron.compression.auto.automatic import LOOKED_AT, Automatic
+from megatron.compression.auto import automatic, check, stopwatch
+from megatron.compression.auto.automatic import Automatic
 from megatron.compression.auto.measurement import Candidates, Measurement
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.stopwatch import Stopwatch
@@ -170,6 +169,7 @@ def test_lossless_is_no_choice_in_graphs() -> None:
 def begin(monkeypatch):
     """A function that begins a run which has decided, and returns it with the lines of its log."""
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(automatic, "first_reason", lambda reason: reason)
 
     def begin(graphs: str, *flags: str, **megatron) -> tuple[Automatic, list[str]]:
         log = []
@@ -180,7 +180,7 @@ def begin(monkeypatch):
         session.host.arguments = args
         session.host.log = log.append
         run = Automatic(session, lambda: 1.0)
-        run._begin(one_plan())
+        run._begin(one_plan(exposed=0.0))
         return run, log
 
     return begin
@@ -195,7 +195,7 @@ CAPTURED_ONCE = (
 # there is one of each, longer by two iterations to warm up and a capture.
 @pytest.mark.parametrize(
     ("graphs", "iterations"),
-    [("none", 4 * plan.BLOCK), ("full_iteration", 2 * (plan.BLOCK + 3))],
+    [("none", 4 * check.BLOCK), ("full_iteration", 2 * (check.BLOCK + 3))],
 )
 def test_iterations_with_and_without_compression_are_compared(begin, graphs, iterations) -> None:
     run, log = begin(graphs)
@@ -216,55 +216,3 @@ def test_nothing_is_measured_while_iterations_are_compared(begin) -> None:
     run.session.host.log_interval = 10
     run.session.iteration_ends(1, {})
     assert run.session.run.policy.meter.interval == 0
-
-
-class Layer(TransformerLayer):
-    """A layer without modules: only its hooks are called."""
-
-    def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
-
-
-@pytest.fixture
-def watched(begin, monkeypatch):
-    """A function that trains a layer while the host is watched, and returns log and layer."""
-
-    def watched(gpu_is_idle: bool, transformer_impl: str) -> tuple[list[str], Layer]:
-        run, log = begin("none", transformer_impl=transformer_impl)
-        stream = Namespace(query=lambda: gpu_is_idle)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-        monkeypatch.setattr(run.session, "attach_dimensions", lambda chunks: chunks)
-        layer = Layer()
-        run.attach_model([torch.nn.ModuleList([layer])])
-        # The first iteration compiles kernels and does not count.
-        for iteration in range(1 + LOOKED_AT):
-            for hook in layer._forward_pre_hooks.values():
-                hook(layer, ())
-            run.on_training_log(iteration + 1)
-        return [line for line in log if "the host is the bottleneck" in line], layer
-
-    return watched
-
-
-@pytest.mark.parametrize(
-    ("transformer_impl", "flags"),
-    [
-        ("local", "do; --cuda-graph-impl full_iteration"),
-        ("transformer_engine", "do; --transformer-impl local --cuda-graph-impl full_iteration"),
-    ],
-)
-def test_graphs_are_recommended_where_the_gpu_waits_for_the_host(
-    watched, transformer_impl, flags
-) -> None:
-    (line,), layer = watched(True, transformer_impl)
-    assert "at 3 of 3 layers the GPU" in line
-    assert flags in line
-    assert not layer._forward_pre_hooks, "the layer is still watched"
-
-
-def test_graphs_are_not_recommended_where_the_gpu_is_busy(watched) -> None:
-    lines, layer = watched(False, "local")
-    assert not lines
-    assert not layer._forward_pre_hooks, "the layer is still watched"

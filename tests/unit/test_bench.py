@@ -8,32 +8,24 @@ import _launch
 import bench_end_to_end as bench
 import pytest
 
-from megatron.compression.auto import plan
-
-
-def checked(dimensions: list[str], *untimed: int) -> int:
-    """The last iteration of the check that --compression auto makes of these dimensions."""
-    check = plan.Check(dimensions, 0, lambda: 0, print, *untimed)
-    return 1 + plan.WARM_UP + check.iterations
+from megatron.compression.auto import check
 
 
 def test_auto_is_timed_behind_its_check() -> None:
     options = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
-    dimensions = ["tensor_parallel", "pipeline_parallel"]
-    assert bench.iterations_of_check(options, "none") == checked(dimensions)
+    assert bench.iterations_of_check(options, "none") == check.most_iterations(2)
 
 
 def test_auto_in_graphs_is_timed_behind_its_longer_check() -> None:
     """A block of the check then has a warm-up and a capture, too."""
     options = bench.parse(["--tensor-parallel", "2", "--pipeline-parallel", "2"])
-    dimensions = ["tensor_parallel", "pipeline_parallel"]
-    expected = checked(dimensions, bench.WARM_UP + 1)
+    expected = check.most_iterations(2, bench.WARM_UP + 1)
     assert bench.iterations_of_check(options, "full_iteration") == expected
 
 
 def test_auto_of_data_parallelism_is_timed_behind_its_check() -> None:
     options = bench.parse(["--data-parallel", "2"])
-    assert bench.iterations_of_check(options, "none") == 1 + plan.WARM_UP + 2 * 2 * plan.BLOCK
+    assert bench.iterations_of_check(options, "none") == 1 + check.WARM_UP + 2 * 2 * check.BLOCK
 
 
 TRAFFIC = ("tp.forward", "tp.backward")

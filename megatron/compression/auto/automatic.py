@@ -1,24 +1,35 @@
 """``--compression auto`` in a run of Megatron: decides before attachment, then lets the run
 check."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+import copy
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.utils.hooks import RemovableHandle
 
 from megatron.compression import graphs
 from megatron.compression.auto import plan as plans
-from megatron.compression.auto.measurement import Measurement, decided_config
-from megatron.compression.auto.plan import BUDGET, FILE, Check, RunPlan
-from megatron.compression.config import SAME_RESULTS
+from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict, trials
+from megatron.compression.auto.host import HostWatch
+from megatron.compression.auto.measurement import Measurement, decided_config, dimension_config
+from megatron.compression.auto.plan import BUDGET, FILE, LEAST_GAIN, RunPlan, within
+from megatron.compression.auto.stopwatch import first_reason
+from megatron.compression.codecs.recipes import RECIPES, Recipe
+from megatron.compression.communication.ledger import TRAFFIC
+from megatron.compression.communication.policy import Rule
+from megatron.compression.config import SAME_RESULTS, CompressionConfig, train_iterations
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.names import PARALLELISMS
 from megatron.compression.session import Session
+from megatron.compression.tensor_parallel import halves_block
+from megatron.compression.tensor_parallel.config import halves_refusal
+from megatron.compression.tensor_parallel.hooks import sites_of
 
-LOOKED_AT = 3
-"""Iterations after the first in which the host is watched."""
+HALVES_COST = 0.06
+"""Part of an iteration that halves of a micro-batch cost by themselves: smaller kernels, and more of
+them (docs/results/graphs.md, over NVLink uncompressed)."""
 
 
 class Automatic:
@@ -44,10 +55,12 @@ class Automatic:
         """The error meter's, while it is off to compare iterations."""
         self._provided: list[torch.nn.Module] = []
         """Chunks of a model provider, until the last one is there."""
-        self._idle: list[bool] = []
-        """For each layer that the host came to, whether the GPU had nothing left to do."""
-        self._watching: list[RemovableHandle] = []
-        self._logged_iterations = 0
+        self._host: HostWatch | None = None
+        """Watches the host while it may turn out to be the bottleneck."""
+        self._halved: list[torch.nn.Module] = []
+        """Chunks whose schedule can be switched to halves of a micro-batch."""
+        self._rules: dict[str, dict[str, Rule]] = {}
+        """Tensor parallelism's rules by the recipe of a trial."""
         self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
         settings = {"loss_budget": self._budget}
         for name, value in self.config.asdict().items():
@@ -57,8 +70,6 @@ class Automatic:
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Decide, the first time, and attach to this stage's chunks. Collective over all ranks."""
-        if self.args.cuda_graph_impl == "none" and torch.cuda.is_available():
-            self._watch_host(chunks)
         # Decided already: whatever is built later has the same plan.
         if self.plan is not None:
             return self.session.attach_dimensions(chunks)
@@ -66,7 +77,10 @@ class Automatic:
         # The policy's rules are replaced before any site asks.
         self.session.adopt(decided_config(self.config, plan, self.args))
         chunks = self.session.attach_dimensions(chunks)
-        self._begin(plan)
+        self._begin(plan, chunks)
+        # Last: halves are not attached to layers that have hooks.
+        if self.args.cuda_graph_impl == "none" and torch.cuda.is_available():
+            self._host = HostWatch(chunks)
         return chunks
 
     def attach_next(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -84,43 +98,15 @@ class Automatic:
 
     def on_training_log(self, iteration: int) -> None:
         """Follow an iteration, counted from 1, that has ended."""
+        # The watch first: the check switches schedules, and the watch is over by then.
+        if self._host is not None and self._host.iteration_ended():
+            self._recommend_graphs(self._host)
+            self._host = None
         if self._check is not None:
             self._check.on_training_log(iteration)
-        self._logged_iterations += 1
-        if self._logged_iterations == 1:
-            self._idle.clear()  # kernels were compiled
-        elif self._logged_iterations == 1 + LOOKED_AT:
-            self._recommend_graphs()
 
-    def _watch_host(self, chunks: list[torch.nn.Module]) -> None:
-        """Note at each layer whether the GPU has caught up with the host."""
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, TransformerLayer):
-                    self._watching.append(module.register_forward_pre_hook(self._look))
-
-    def _look(self, *_: object) -> None:
-        # query: whether all that was launched has been done. It does not wait.
-        self._idle.append(torch.cuda.current_stream().query())
-
-    def _recommend_graphs(self) -> None:
-        """Stop watching the host, and recommend CUDA graphs if the GPU waited for it.
-
-        It did if at more than half of the layers the GPU had nothing left to do.
-        """
-        for handle in self._watching:
-            handle.remove()
-        idle_layers = sum(self._idle)
-        if idle_layers <= len(self._idle) / 2:
-            return
-        # The check reads gradients on the host, which a graph of a whole iteration cannot hold.
-        flags = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
-        if self.args.transformer_impl != "local":
-            flags = f"--transformer-impl local {flags}"
-        self._tell(
-            f"the host is the bottleneck: at {idle_layers} of {len(self._idle)} layers the GPU "
-            f"had nothing left to do; {flags} launches a whole iteration at once"
-        )
+    # Deciding
+    # --------------------------------------------------------------------------------------
 
     def _decide(self, chunks: list[torch.nn.Module]) -> RunPlan:
         """Return the plan of an earlier part of this run, or a measured one; rank 0's for all."""
@@ -151,63 +137,237 @@ class Automatic:
         self._tell(f"as decided before: {self.args.load}/{FILE} (remove it to measure anew)")
         return plan
 
-    def _begin(self, plan: RunPlan) -> None:
-        """Log and store the plan, and have the run check it."""
-        unchecked = [] if plan.checked else list(plan.recipes())
-        if unchecked and graphs.by_layer(self.args):
-            self._tell(
-                f"--cuda-graph-impl {self.args.cuda_graph_impl} captures once: iterations without "
-                "are not compared"
-            )
-            unchecked = []
+    # Comparing iterations
+    # --------------------------------------------------------------------------------------
+
+    def _begin(self, plan: RunPlan, chunks: Sequence[torch.nn.Module] = ()) -> None:
+        """Log and store the plan, and have the run check it. Collective over all ranks.
+
+        Args:
+            plan: the decision, which the session has adopted.
+            chunks: this stage's, attached.
+        """
+        compressed = list(plan.recipes())
+        ways = [Trial()]
+        if not plan.checked and graphs.by_layer(self.args):
+            if compressed:
+                self._tell(
+                    f"--cuda-graph-impl {self.args.cuda_graph_impl} captures once: iterations "
+                    "without are not compared"
+                )
+        elif not plan.checked:
+            halves = self._can_try_halves(plan, chunks)
+            overlaps = halves and TENSOR in compressed and self._payloads_overlap()
+            safer = self._safer_recipe(plan) if overlaps else ""
+            ways = trials(compressed, halves, overlaps, safer)
         # Each block of iterations is captured anew, after its warm-up.
         capturing = 0
         if graphs.whole_iterations(self.args):
             capturing = self.args.cuda_graph_warmup_steps + 1
+        self._rules = {way.recipe: self._rules_of(way.recipe) for way in ways}
+        self._check = Check(
+            ways,
+            compressed,
+            self.session.config.start_iteration or 0,
+            self._take,
+            self._checked,
+            self._loss_of,
+            capturing,
+        )
         policy = self.session.run.policy
-        first = self.session.config.start_iteration or 0
-        self._check = Check(unchecked, first, policy.iteration, self._checked, capturing)
-        # From here on the check says which dimension an iteration leaves out, and after the last
-        # block which ones have been switched off.
-        policy.left_out = self._check.left_out
-        if unchecked:
+        if not self._check.done:
             # What the error meter encodes would be timed.
             self._meter_interval = policy.meter.interval
             policy.meter.interval = 0
+            # From the first iteration on, so that a graph of the warm-up serves the first block.
+            policy.schedule = (False, "")
+        self._describe(plan)
+        self._store(plan)
+
+    def _describe(self, plan: RunPlan) -> None:
+        """Log a decision."""
+        assert self._check is not None
         self._tell(
             f"decided in {plan.seconds:.1f} s. Loss budget {plan.budget:g} %. Estimated iteration: "
             f"{plan.iteration_ms:.4g} ms ({plan.computation_ms:.3g} compute)"
         )
         for line in plan.table():
             self._log(f" {line}")
-        if unchecked:
+        if not self._check.done:
             self._tell(
-                f"the first {self._check.iterations} iterations run with and without compression, "
-                "to compare"
+                f"the first {self._check.iterations} iterations compare ways to train: with and "
+                f"without compression{', in halves and whole' if self._halved else ''}"
             )
         self.session.describe()
-        self._store(plan)
 
-    def _checked(self, gains: dict[str, float]) -> None:
-        """Log and store what the run has measured, on all ranks.
+    def _can_try_halves(self, plan: RunPlan, chunks: Sequence[torch.nn.Module]) -> bool:
+        """Prepare the chunks for halves of a micro-batch, if the run is to try them; log why not.
+
+        Collective over all ranks.
+        """
+        tensor = plan.of(TENSOR)
+        # A schedule that was typed stays, and so does tensor parallelism with a flag of its own.
+        if tensor is None or TENSOR not in self.config.auto:
+            return False
+        if self.config.tensor_parallel.overlap is not None:
+            return False
+        reason = self._why_no_halves(tensor.exposed, chunks)
+        # Ranks switch together, so one that cannot is enough.
+        reason = first_reason(reason)
+        if reason is not None:
+            self._tell(f"interleaved halves are not tried: {reason}")
+            return False
+        for chunk in chunks:
+            if any(True for _ in sites_of(chunk)):
+                halves_block.attach(chunk)
+                halves_block.switch(chunk, False)
+                self._halved.append(chunk)
+        return True
+
+    def _why_no_halves(self, exposed: float, chunks: Sequence[torch.nn.Module]) -> str | None:
+        """Return why halves of a micro-batch are not tried, or None.
 
         Args:
-            gains: by dimension, the part of an iteration that its compression saves.
+            exposed: part of an iteration by which tensor-parallel messages lengthen it; NaN: not
+                known.
+            chunks: this stage's, attached.
         """
+        # They cannot hide more than there is.
+        if exposed < HALVES_COST:
+            return (
+                f"sums lengthen an iteration by {100 * exposed:.1f} %, and halves by "
+                f"{100 * HALVES_COST:g} %"
+            )
+        refusals = [halves_refusal(self.args)]
+        for chunk in chunks:
+            if any(True for _ in sites_of(chunk)):
+                refusals.append(halves_block.refusal(chunk))
+        for error in refusals:
+            if error is not None:
+                # The fix is to drop a flag that nobody has typed.
+                return str(error).rpartition("; ")[0]
+        return None
+
+    def _payloads_overlap(self) -> bool:
+        """Return whether compressed sums of this run's layers leave room for other kernels.
+
+        Over symmetric memory a collective fills the GPU. Collective over all ranks.
+        """
+        transports = self.session.run.transports
+        reason = None
+        for chunk in self._halved:
+            groups = dict.fromkeys(site.group for site in sites_of(chunk))
+            if not all(transports.transport(group).overlaps for group in groups):
+                reason = "a collective fills the GPU"
+        return first_reason(reason) is None
+
+    def _safer_recipe(self, plan: RunPlan) -> str:
+        """Return the name of the lossy recipe of tensor parallelism that costs least loss, if that
+        is not the decided one; else an empty text."""
+        decided = plan.recipes().get(TENSOR)
+        if decided is None or decided.exact:
+            return ""
+        for recipe in sorted(within(plan.budget, TENSOR), key=lambda recipe: recipe.loss):
+            if recipe.exact or recipe.loss >= decided.loss:
+                continue
+            try:
+                dimension_config(self.config, TENSOR, recipe, self.args)
+            except CompressionConfigError:
+                continue
+            return recipe.name
+        return ""
+
+    def _rules_of(self, recipe: str) -> dict[str, Rule]:
+        """Return the policy's rules with a recipe of tensor parallelism; empty: as decided."""
+        rules = dict(self.session.run.policy.rules)
+        if recipe:
+            config = dimension_config(self.config, TENSOR, _tensor_recipe(recipe), self.args)
+            start = self.session.config.start_iteration
+            rules |= config.rules(start, train_iterations(self.args))
+        return rules
+
+    def _take(self, way: Trial) -> None:
+        """Train in one of the compared ways from the next iteration on."""
+        policy = self.session.run.policy
+        traffic = {
+            name
+            for name in TRAFFIC
+            for dimension in way.off
+            if name.startswith(PARALLELISMS[dimension].traffic)
+        }
+        # A method of a set: every message asks.
+        policy.left_out = frozenset(traffic).__contains__ if traffic else None
+        policy.rules = self._rules[way.recipe]
+        policy.schedule = (way.halves, way.recipe)
+        for chunk in self._halved:
+            halves_block.switch(chunk, way.halves)
+
+    def _loss_of(self, way: Trial) -> float:
+        """Return the percent of validation loss that tensor parallelism costs in a way to train."""
+        if TENSOR in way.off or self.plan is None:
+            return 0.0
+        if way.recipe:
+            return _tensor_recipe(way.recipe).loss
+        tensor = self.plan.of(TENSOR)
+        return 0.0 if tensor is None else tensor.loss
+
+    def _checked(self, verdict: Verdict) -> None:
+        """Log and store what the run has measured, on all ranks."""
         assert self.plan is not None and self._check is not None
         # Measuring goes on where it was interrupted.
         self.session.run.policy.meter.interval = self._meter_interval
         useless = {}
-        for name, gain in gains.items():
+        for name, gain in verdict.gains.items():
             direction = "less" if gain >= 0 else "more"
             measured = f"iterations with it take {100 * abs(gain):.1f} % {direction}"
-            if name in self._check.off:
+            if name in verdict.trial.off:
                 useless[name] = f"switched off: in this run {measured}"
-                verdict = "switched off"
+                decision = "switched off"
             else:
-                verdict = "kept"
-            self._tell(f"{name.replace('_', ' ')}: {measured}: {verdict}")
-        self._store(self.plan.after_check(useless))
+                decision = "kept"
+            self._tell(f"{name.replace('_', ' ')}: {measured}: {decision}")
+        plan = self.plan.after_check(useless)
+        if verdict.trial.recipe and TENSOR not in verdict.trial.off:
+            recipe = _tensor_recipe(verdict.trial.recipe)
+            plan = plan.with_recipe(TENSOR, recipe, f"in halves as fast; loss: {recipe.source}")
+        if self._halved:
+            self._tell(self._schedules(verdict))
+            plan = replace(plan, halves=verdict.trial.halves)
+        seconds = _seconds_of(verdict)
+        if seconds > 0:
+            cost = (plan.seconds + verdict.extra_seconds) / seconds
+            plan = replace(plan, cost_iterations=cost)
+            self._tell(
+                f"cost as much time as {cost:.0f} iterations: {plan.seconds:.1f} s of timings, and "
+                f"{self._check.iterations} iterations that took {verdict.extra_seconds:.1f} s "
+                "longer than they take now"
+            )
+        self._settle(decided_config(self.config, plan, self.args))
+        self._store(plan)
+
+    def _schedules(self, verdict: Verdict) -> str:
+        """Return a line on what iterations of the compared schedules took, and which one stays."""
+        assert self.plan is not None
+        tensor = self.plan.of(TENSOR)
+        parts = []
+        for way, timing in verdict.timings.items():
+            if not way.off <= {TENSOR}:
+                continue
+            name = "uncompressed"
+            if TENSOR not in way.off and tensor is not None and tensor.chosen:
+                name = way.recipe or tensor.name
+            if way.halves:
+                name += " in halves"
+            parts.append(f"{name} {1e3 * timing.seconds:.4g} ms")
+        decision = "halves are taken" if verdict.trial.halves else "halves are not taken"
+        return f"tensor parallelism, an iteration: {', '.join(parts)}: {decision}"
+
+    def _settle(self, config: CompressionConfig) -> None:
+        """Let the session know the settings that the run goes on with: checkpoints and reports have
+        them."""
+        self.session.config = config
+        self.session.report_settings["compression"] = config.asdict()
+        self.session.dimensions[TENSOR].adopt(config.tensor_parallel)
 
     def _store(self, plan: RunPlan) -> None:
         """Store a plan for the run, for a resume and for the report."""
@@ -217,5 +377,76 @@ class Automatic:
             plans.write(self.args.save, plan, self._made_for, self._tell)
         self.session.report_settings["auto"] = {**asdict(plan), "table": plan.table()}
 
+    # The host
+    # --------------------------------------------------------------------------------------
+
+    def _recommend_graphs(self, watch: HostWatch) -> None:
+        """Recommend CUDA graphs, with the gain that is to be expected, if the GPU waits for the
+        host."""
+        times = watch.times
+        if times is None or not watch.iteration_seconds:
+            return
+        replicas = self.args.data_parallel_size * self.args.micro_batch_size
+        micro_batches = max(1, self.args.global_batch_size // replicas)
+        # A graph launches everything at once, so the GPU waits for nothing between its kernels.
+        saved = times.waited * watch.layers * micro_batches / watch.iteration_seconds
+        if saved < LEAST_GAIN:
+            return
+        gain = min(saved, 0.9)
+        text = (
+            f"the GPU waits for the host: a layer takes {1e3 * times.host:.2g} ms to launch and "
+            f"{1e3 * times.gpu:.2g} ms to run"
+        )
+        flags, reason = _graph_flags(self.args, self.session.config)
+        if reason:
+            self._tell(f"{text}; CUDA graphs, which would save it, are not possible: {reason}")
+            return
+        self._tell(
+            f"{text}; add {flags}, which launches an iteration at once: about "
+            f"{1 / (1 - gain):.1f} times as fast by these times"
+        )
+
     def _tell(self, line: str) -> None:
         self._log(f"compression auto: {line}")
+
+
+def _tensor_recipe(name: str) -> Recipe:
+    """Return tensor parallelism's recipe of a name."""
+    return next(recipe for recipe in RECIPES[TENSOR] if recipe.name == name)
+
+
+def _seconds_of(verdict: Verdict) -> float:
+    """Return the seconds of an iteration of what a check has decided; 0: not known."""
+    trial = verdict.trial
+    # Other dimensions are switched off one by one, and not in halves.
+    for way in (trial, replace(trial, off=trial.off & {TENSOR}), Trial()):
+        timing = verdict.timings.get(way)
+        if timing is not None and timing.seconds > 0:
+            return timing.seconds
+    return 0.0
+
+
+def _graph_flags(args: Namespace, config: CompressionConfig) -> tuple[str, str | None]:
+    """Return the flags that a run lacks for CUDA graphs of whole iterations, and why it cannot have
+    them, or None.
+
+    Args:
+        args: Megatron's arguments, of a run without graphs.
+        config: the run's settings.
+    """
+    in_graphs = copy.copy(args)
+    flags = []
+    if in_graphs.transformer_impl != "local":
+        in_graphs.transformer_impl = "local"
+        flags.append("--transformer-impl local")
+    in_graphs.cuda_graph_impl = "full_iteration"
+    flags.append("--cuda-graph-impl full_iteration")
+    # The check reads gradients on the host, which a graph of a whole iteration cannot hold.
+    if getattr(in_graphs, "check_for_nan_in_loss_and_grad", True):
+        in_graphs.check_for_nan_in_loss_and_grad = False
+        flags.append("--no-check-for-nan-in-loss-and-grad")
+    try:
+        config.check(in_graphs)
+    except CompressionConfigError as error:
+        return "", str(error)
+    return " ".join(flags), None

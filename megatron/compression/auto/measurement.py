@@ -134,9 +134,10 @@ class Measurement:
         for dimension in dimensions:
             recipe = chosen.get(dimension)
             if dimension not in candidates:
-                plans.append(self._plan_of_flag(dimension))
+                plans.append(self._plan_of_flag(dimension, iteration))
             else:
-                plans.append(self._plan(dimension, candidates[dimension], gains[dimension], recipe))
+                plan = self._plan(dimension, candidates[dimension], gains[dimension], recipe)
+                plans.append(replace(plan, exposed=self._exposed(dimension) / iteration))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # training has other tensors
         self.lines += [
@@ -151,8 +152,13 @@ class Measurement:
             seconds=self.watch.elapsed(),
         )
 
-    def _plan_of_flag(self, dimension: str) -> DimensionPlan:
-        """Return the plan of a dimension that its own flag decides."""
+    def _plan_of_flag(self, dimension: str, iteration: float) -> DimensionPlan:
+        """Return the plan of a dimension that its own flag decides.
+
+        Args:
+            dimension: its name.
+            iteration: seconds of an uncompressed iteration.
+        """
         specs = [spec for spec in getattr(self.config, dimension).specs if spec]
         return DimensionPlan(
             dimension=dimension,
@@ -161,7 +167,8 @@ class Measurement:
             name=", back ".join(specs),
             gain=0.0,
             loss=0.0,
-            why="its own flag says so",
+            reason="its own flag says so",
+            exposed=self._exposed(dimension) / iteration,
         )
 
     def _plan(
@@ -231,7 +238,7 @@ class Measurement:
         if not possible.rules:
             return possible
         # If its messages took no time at all, would that be worth it?
-        exposed = sum(message.exposed(self._times[message]) for message in messages)
+        exposed = self._exposed(dimension)
         if exposed < LEAST_GAIN * iteration:
             percent = 100 * exposed / iteration
             return Candidates(reason=f"its messages lengthen an iteration by {percent:.1f} % only")
@@ -299,6 +306,11 @@ class Measurement:
                 before = message.exposed(self._times[message])
                 saved += before - message.exposed(self._seconds(message, rule))
         return saved
+
+    def _exposed(self, dimension: str) -> float:
+        """Return by how many seconds a dimension's uncompressed messages lengthen an iteration."""
+        messages = self._messages(dimension)
+        return sum(message.exposed(self._times[message]) for message in messages)
 
     def _link(self, dimension: str) -> str:
         """Return a dimension's link as measured, by the messages that hold an iteration up most."""
@@ -395,6 +407,11 @@ def decided_config(config: CompressionConfig, plan: RunPlan, args: Namespace) ->
         dimension: dimension_config(config, dimension, recipe, args)
         for dimension, recipe in plan.recipes().items()
     }
+    if plan.halves:
+        tensor_parallel = by_dimension.get("tensor_parallel", config.tensor_parallel)
+        changed = replace(tensor_parallel, overlap="halves")
+        changed.check(args)
+        by_dimension["tensor_parallel"] = changed
     return replace(config, **by_dimension)
 
 

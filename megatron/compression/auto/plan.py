@@ -1,12 +1,10 @@
-"""The decision of ``--compression auto``: by which rule, how the run checks it, where a resume
-finds it."""
+"""The decision of ``--compression auto``: by which rule, and where a resume finds it."""
 
+import copy
 import json
 import math
-import statistics
-import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -17,7 +15,6 @@ import torch.distributed as dist
 
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.files import read_json, write_whole
-from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.history import to_json
 from megatron.compression.report.markdown import table
 
@@ -54,8 +51,10 @@ class DimensionPlan:
     """Part of the uncompressed iteration that it is expected to save."""
     loss: float
     """Percent of validation loss that it costs."""
-    why: str
-    """The reason, in words."""
+    reason: str
+    """Why, in words."""
+    exposed: float = math.nan
+    """Part of the uncompressed iteration by which its messages lengthen it; NaN: not known."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,10 @@ class RunPlan:
     """How long the timings took."""
     checked: bool = False
     """Whether the run has compared iterations with and without."""
+    halves: bool = False
+    """Whether halves of a micro-batch are interleaved, as the run has found to be faster."""
+    cost_iterations: float = 0.0
+    """As how many iterations the timings and the comparison took beyond training; 0: not known."""
 
     def recipes(self) -> dict[str, Recipe]:
         """Return the recipes of the dimensions that compress.
@@ -89,7 +92,7 @@ class RunPlan:
         Raises:
             TypeError, KeyError: it has not, or ``auto`` cannot have chosen this.
         """
-        dimensions = tuple(_typed(DimensionPlan, plan) for plan in values["dimensions"])
+        dimensions = tuple(_typed(DimensionPlan, _renamed(plan)) for plan in values["dimensions"])
         plan = _typed(cls, {**values, "dimensions": dimensions})
         plan.recipes()
         return plan
@@ -104,15 +107,44 @@ class RunPlan:
         for plan in self.dimensions:
             if plan.dimension in useless:
                 reason = useless[plan.dimension]
-                plan = replace(plan, chosen=False, name="none", gain=0.0, loss=0.0, why=reason)
+                plan = replace(plan, chosen=False, name="none", gain=0.0, loss=0.0, reason=reason)
             dimensions.append(plan)
         return replace(self, dimensions=tuple(dimensions), checked=True)
+
+    def of(self, dimension: str) -> DimensionPlan | None:
+        """Return the decision about a dimension; None: it has no ranks."""
+        for plan in self.dimensions:
+            if plan.dimension == dimension:
+                return plan
+        return None
+
+    def with_recipe(self, dimension: str, recipe: Recipe, reason: str) -> "RunPlan":
+        """Return the plan with another recipe of a dimension that compresses.
+
+        Args:
+            dimension: its name.
+            recipe: in place of the one that was chosen.
+            reason: why, in words.
+        """
+        dimensions = []
+        for plan in self.dimensions:
+            if plan.dimension == dimension:
+                plan = replace(plan, name=recipe.name, loss=recipe.loss, reason=reason)
+            dimensions.append(plan)
+        return replace(self, dimensions=tuple(dimensions))
 
     def table(self) -> list[str]:
         """Return lines for the log and the report."""
         if not self.dimensions:
             return ["ranks send each other nothing: there is nothing to compress"]
-        header = ["dimension", "link as measured", "choice", "expected gain", "cost in loss", "why"]
+        header = [
+            "dimension",
+            "link as measured",
+            "choice",
+            "expected gain",
+            "cost in loss",
+            "reason",
+        ]
         rows = [header]
         for plan in self.dimensions:
             gain = "-"
@@ -121,8 +153,19 @@ class RunPlan:
                 gain = f"{100 * plan.gain:.1f} %"
                 loss = f"+{plan.loss:.3g} %"
             dimension = plan.dimension.replace("_", " ")
-            rows.append([dimension, plan.link, plan.name, gain, loss, plan.why])
+            choice = plan.name
+            if self.halves and plan.dimension == "tensor_parallel":
+                choice += ", in halves"
+            rows.append([dimension, plan.link, choice, gain, loss, plan.reason])
         return table(*rows, aligned=True)
+
+
+def _renamed(values: Any) -> Any:
+    """Return a dimension's plan out of JSON by today's names of its fields."""
+    if isinstance(values, Mapping) and "why" in values:
+        values = dict(values)
+        values["reason"] = values.pop("why")  # until 0.3.0
+    return values
 
 
 _JSON_TYPES: dict[str, Any] = {"float": (float, int), "bool": bool, "str": str}
@@ -231,127 +274,6 @@ def _combinations(gains: Mapping[str, Mapping[Recipe, float]]) -> list[Combinati
     return combinations
 
 
-WARM_UP = 3
-"""Iterations before the first block: kernels and allocations of training."""
-BLOCK = 4
-"""Iterations of a block, of which the first is not timed: it begins with what the block before has
-left."""
-ROUNDS = 2
-"""Blocks of each kind; one where each block is captured anew."""
-
-
-class Check:
-    """Times blocks of iterations with everything on, or one dimension uncompressed, and decides.
-
-    Ranks switch by the iteration, which all of them know, so nothing is sent to agree on a switch.
-    After ``WARM_UP`` iterations blocks follow each other, in two rounds::
-
-        all on | without A | without B | all on | without A | without B | decision
-
-    Args:
-        dimensions: those that are compressed.
-        first: the first iteration, counted from 0, that compresses anything.
-        iteration: the zero-based one that all ranks are in.
-        decided: called on all ranks with the part of an iteration that each dimension saves. A
-            dimension that could not be timed is not in it, and stays as it was decided.
-        capturing: further iterations of a block, in which a CUDA graph is captured; replays are
-            timed.
-    """
-
-    def __init__(
-        self,
-        dimensions: Sequence[str],
-        first: int,
-        iteration: Callable[[], int],
-        decided: Callable[[dict[str, float]], None],
-        capturing: int = 0,
-    ) -> None:
-        self._dimensions = dimensions
-        self._first = first
-        self._iteration = iteration
-        self._decided = decided
-        self._untimed = 1 + capturing
-        self._block_length = BLOCK + capturing
-        rounds = 1 if capturing else ROUNDS
-        # Interleaved, so that a slow drift of the machine is in every kind of block.
-        self._blocks: list[str | None] = [None, *dimensions] * rounds
-        """The dimension that is uncompressed in each block; None: everything is on."""
-        self._times: dict[str | None, list[float]] = {block: [] for block in self._blocks}
-        """Seconds of iterations, by what is uncompressed."""
-        self._first_block_begins: int | None = None
-        self._last_index: int | None = None
-        """The last iteration seen, from the first block on; Megatron skips those of
-        --iterations-to-skip."""
-        self._last_time = 0.0
-        self.off: set[str] = set()
-        """Dimensions that stay uncompressed."""
-        self.done = not dimensions
-
-    @property
-    def iterations(self) -> int:
-        """The number of iterations of all blocks."""
-        return self._block_length * len(self._blocks)
-
-    def left_out(self, traffic: str) -> bool:
-        """Return whether a traffic class goes uncompressed now, for ``Policy.left_out``."""
-        if any(_belongs(traffic, dimension) for dimension in self.off):
-            return True
-        if self.done or self._first_block_begins is None:
-            return False
-        index = self._iteration() - self._first_block_begins
-        if not 0 <= index < self.iterations:
-            return False
-        uncompressed = self._blocks[index // self._block_length]
-        return uncompressed is not None and _belongs(traffic, uncompressed)
-
-    def on_training_log(self, iteration: int) -> None:
-        """Time the iteration that has just ended, counted from 1; decide after the last block.
-
-        The decision is collective over all ranks.
-        """
-        if self.done:
-            return
-        # ``iteration`` counts from 1, the blocks from 0: this is the one after the warm-up that
-        # follows this iteration, or the first that compresses.
-        if self._first_block_begins is None:
-            self._first_block_begins = max(iteration, self._first) + WARM_UP
-        index = iteration - 1 - self._first_block_begins
-        # -1 is the last one of the warm-up, from whose end the first block is timed.
-        if index < -1:
-            return
-        # Without it the clock would tell when kernels were launched.
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        block, position = divmod(index, self._block_length)
-        is_in_a_block = 0 <= index < self.iterations
-        follows_the_last = self._last_index == index - 1
-        if is_in_a_block and position >= self._untimed and follows_the_last:
-            self._times[self._blocks[block]].append(now - self._last_time)
-        self._last_time = now
-        self._last_index = index
-        # ">=", since a run may skip past the last block; it decides by what it has timed.
-        if index + 1 >= self.iterations:
-            self.done = True
-            self._decide()
-
-    def _decide(self) -> None:
-        """Compare the medians of the slowest rank, switch off what does not gain, and tell."""
-        medians = [
-            statistics.median(times) if times else math.nan for times in self._times.values()
-        ]
-        # All ranks switch alike, so all decide by the slowest one's times.
-        seconds = dict(zip(self._times, largest(*medians), strict=True))
-        gains = {}
-        for dimension in self._dimensions:
-            gain = 1 - seconds[None] / seconds[dimension]
-            # A block that no timed iteration fell into says nothing.
-            if not math.isnan(gain):
-                gains[dimension] = gain
-        self.off = {dimension for dimension, gain in gains.items() if gain < LEAST_GAIN}
-        self._decided(gains)
-
-
 def device_of_rank() -> torch.device:
     """Return the device on which this rank's collectives run."""
     if torch.cuda.is_available():
@@ -364,11 +286,6 @@ def largest(*values: float) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device_of_rank())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
-
-
-def _belongs(traffic: str, dimension: str) -> bool:
-    """Return whether a traffic class is one of a dimension's."""
-    return traffic.startswith(PARALLELISMS[dimension].traffic)
 
 
 _DECIDING_ARGUMENTS = """
@@ -398,6 +315,10 @@ def circumstances(args: Namespace, settings: dict[str, Any]) -> dict[str, Any]:
         settings: those of compression, without what does not change results.
     """
     arguments = {name: getattr(args, name, None) for name in _DECIDING_ARGUMENTS}
+    settings = copy.deepcopy(settings)
+    tensor_parallel = settings.get("tensor_parallel")
+    if tensor_parallel is not None and tensor_parallel["overlap"] is None:
+        tensor_parallel["overlap"] = "weights"  # so the files of 0.3.0 have it
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     values = {**arguments, "device": device, "settings": settings}
     # Through JSON and back, so that it equals what is read from a file.

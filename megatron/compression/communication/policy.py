@@ -111,6 +111,8 @@ class Policy:
     left_out: Callable[[str], bool] | None = None
     """Whether a traffic class goes uncompressed in this iteration, as ``--compression auto`` has
     it."""
+    schedule: Hashable = None
+    """How the run is scheduled, where ``--compression auto`` tries several ways."""
     overflow: Overflow = field(default_factory=Overflow)
     """Says whether lossless codecs are on. Its ``Run`` replaces it by the run's."""
 
@@ -137,10 +139,11 @@ class Policy:
         """
         iteration = self.iteration()
         started = tuple(iteration >= rule.start_iteration for rule in self.rules.values())
-        left_out: tuple[bool, ...] = ()
+        left_out: tuple[str, ...] = ()
         if self.left_out is not None:
-            left_out = tuple(self.left_out(traffic) for traffic in self.rules)
-        return started, left_out, frozenset(self.meter.tripped), self.meter.interval
+            left_out = tuple(filter(self.left_out, self.rules))
+        tripped = frozenset(self.meter.tripped)
+        return started, left_out, self.schedule, tripped, self.meter.interval
 
     def decide(
         self,

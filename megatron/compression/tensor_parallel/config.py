@@ -110,15 +110,16 @@ class TensorParallelConfig(ActivationConfig):
         "output and mtp name the layers outside. The others go uncompressed.",
     )
 
-    overlap: Overlap = documented(
-        "weights",
+    overlap: Overlap | None = documented(
+        None,
         "What runs while tensor-parallel messages travel. weights = the weight gradients, in the "
         "backward pass. halves = also the other half of the micro-batch, forward and backward, "
-        "compressed or not; it needs --transformer-impl local.",
+        "compressed or not; it needs --transformer-impl local. (default: weights; --compression "
+        "auto tries both)",
     )
 
     def validate(self) -> None:
-        if self.overlap not in get_args(Overlap):
+        if self.overlap is not None and self.overlap not in get_args(Overlap):
             choices = ", ".join(get_args(Overlap))
             raise SettingError(_OVERLAP, self.overlap, "is unknown", f"choose one of {choices}")
         parse_layers(self.layers)

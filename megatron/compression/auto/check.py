@@ -1,0 +1,326 @@
+"""A run of ``--compression auto`` compares ways to train in its own iterations, and keeps what gains.
+
+After ``WARM_UP`` iterations blocks follow each other, one for each way. Without CUDA graphs there
+are two rounds of them, so that a slow drift of the machine is in every kind of block::
+
+    all on | without A | without B | halves ... | all on | without A | without B | halves ... | decision
+
+Tensor parallelism may go by another schedule: halves of a micro-batch, where one computes while the
+other's sums travel. Halves hide the link where that is the bottleneck, and launch twice as many
+kernels, so they lose where the host is. Only the run itself tells.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.compression.auto.plan import LEAST_GAIN, largest
+
+WARM_UP = 3
+"""Iterations before the first block: kernels and allocations of training."""
+BLOCK = 4
+"""Iterations of a block, of which the first is not timed: it begins with what the block before has
+left."""
+ROUNDS = 2
+"""Blocks of each kind; one where each block is captured anew."""
+TENSOR = "tensor_parallel"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A way to train: what goes uncompressed, and how tensor parallelism goes."""
+
+    off: frozenset[str] = frozenset()
+    """Dimensions that go uncompressed."""
+    halves: bool = False
+    """Whether halves of a micro-batch are interleaved."""
+    recipe: str = ""
+    """Name of tensor parallelism's recipe in place of the one that was decided; empty: that one."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What iterations take on the slowest rank."""
+
+    seconds: float
+    """Median of an iteration; NaN: none was timed."""
+    noise: float = 0.0
+    """Standard error of that median, as a part of it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check has shown; the same on all ranks."""
+
+    trial: Trial
+    """The way to train from now on."""
+    gains: dict[str, float]
+    """Part of an iteration that the compression of a dimension saves; dimensions that could not be
+    timed are not in it, and stay as they were decided."""
+    timings: dict[Trial, Timing]
+    """Of each way that was compared."""
+    extra_seconds: float
+    """By how much all iterations of the check took longer than as many by ``trial``."""
+
+
+def trials(
+    dimensions: Sequence[str], halves: bool = False, overlaps: bool = True, safer: str = ""
+) -> list[Trial]:
+    """Return the ways to train that a run compares, in the order of their blocks.
+
+    The last one is the most likely to stay, so that its CUDA graph is not captured again.
+
+    Args:
+        dimensions: those that are compressed.
+        halves: whether halves of a micro-batch can be tried.
+        overlaps: whether compressed sums leave room on the GPU for the other half's kernels.
+        safer: name of a recipe of tensor parallelism that costs less loss than the decided one, to
+            be tried in halves, which may hide its additional bytes; empty: there is none.
+    """
+    ways = [Trial()] + [Trial(frozenset({dimension})) for dimension in dimensions]
+    if not halves:
+        return ways
+    if TENSOR not in dimensions:
+        return [*ways, Trial(halves=True)]
+    ways.append(Trial(frozenset({TENSOR}), halves=True))
+    if overlaps:
+        ways.append(Trial(halves=True))
+        if safer:
+            ways.append(Trial(halves=True, recipe=safer))
+    return ways
+
+
+def judge(
+    timings: Mapping[Trial, Timing], dimensions: Sequence[str], loss_of: Callable[[Trial], float]
+) -> tuple[Trial, dict[str, float]]:
+    """Return the way to train that the timings speak for, and what each dimension's compression
+    saves.
+
+    Every step away from the uncompressed usual schedule has to gain ``LEAST_GAIN``, or what the
+    timings are uncertain by if that is more.
+
+    Args:
+        timings: of all ``trials`` of the dimensions.
+        dimensions: those that are compressed.
+        loss_of: percent of validation loss that tensor parallelism costs in a trial.
+    """
+    off = set()
+    gains = {}
+    everything = timings[Trial()]
+    for dimension in dimensions:
+        if dimension == TENSOR:
+            continue
+        without = timings[Trial(frozenset({dimension}))]
+        gain = _gain(without, everything)
+        if not math.isnan(gain):
+            gains[dimension] = gain
+            if gain < _margin(without, everything):
+                off.add(dimension)
+    best = _best_of_tensor_parallelism(timings, dimensions, loss_of)
+    if TENSOR in dimensions:
+        gain = _gain_of_tensor_parallelism(timings, best)
+        if not math.isnan(gain):
+            gains[TENSOR] = gain
+    return Trial(best.off | off, best.halves, best.recipe), gains
+
+
+def _best_of_tensor_parallelism(
+    timings: Mapping[Trial, Timing], dimensions: Sequence[str], loss_of: Callable[[Trial], float]
+) -> Trial:
+    """Return the trial by whose schedule and codec tensor parallelism goes."""
+    base = Trial(frozenset({TENSOR})) if TENSOR in dimensions else Trial()
+    ways = [way for way in timings if way.off <= base.off]
+    # Not timed at all, since Megatron has skipped their iterations: as it was decided.
+    if math.isnan(timings[base].seconds + timings[Trial()].seconds):
+        return Trial()
+    # From what costs no loss to what costs the most: a later one has to be clearly faster than the
+    # one that stands. So the result is at most the margin behind the fastest.
+    ways.sort(key=lambda way: (loss_of(way), way.halves))
+    best = base
+    for way in ways:
+        if _gain(timings[best], timings[way]) >= _margin(timings[best], timings[way]):
+            best = way
+    return best
+
+
+def _gain_of_tensor_parallelism(timings: Mapping[Trial, Timing], best: Trial) -> float:
+    """Return what the best way saves of an iteration as usual, or what the fastest codec would save
+    of the best way where that is uncompressed."""
+    if TENSOR not in best.off:
+        return _gain(timings[Trial(frozenset({TENSOR}))], timings[best])
+    compressed = [timing for way, timing in timings.items() if not way.off]
+    return _gain(timings[best], min(compressed, key=lambda timing: timing.seconds))
+
+
+def _gain(old: Timing, new: Timing) -> float:
+    """Return the part of an iteration that the new way saves; NaN where one was not timed."""
+    return 1 - new.seconds / old.seconds
+
+
+def _margin(old: Timing, new: Timing) -> float:
+    """Return the least gain that counts: what is worth it, and what the timings can tell."""
+    return max(LEAST_GAIN, 2 * math.hypot(old.noise, new.noise))
+
+
+def timing_of(seconds: Sequence[float]) -> Timing:
+    """Return the median of an iteration's times, and how far it may be off."""
+    if not seconds:
+        return Timing(math.nan)
+    median = statistics.median(seconds)
+    # The median's standard error for normal noise; by the median deviation, so that one iteration
+    # with a checkpoint or an evaluation in it does not count.
+    deviation = 1.48 * statistics.median(abs(value - median) for value in seconds)
+    return Timing(median, 1.25 * deviation / math.sqrt(len(seconds)) / median)
+
+
+class Check:
+    """Times blocks of iterations, one way to train after the other, and decides.
+
+    Ranks switch by the iterations that they have logged, which are the same on all of them, so
+    nothing is sent to agree on a switch.
+
+    Args:
+        ways: from ``trials``; a single one means that there is nothing to compare.
+        dimensions: those that are compressed.
+        first: the first iteration, counted from 0, that compresses anything.
+        take: called on all ranks with the way to train from the next iteration on.
+        decided: called on all ranks with the result, after ``take`` of it.
+        loss_of: percent of validation loss that tensor parallelism costs in a trial.
+        capturing: further iterations of a block, in which a CUDA graph is captured; replays are
+            timed.
+    """
+
+    def __init__(
+        self,
+        ways: Sequence[Trial],
+        dimensions: Sequence[str],
+        first: int,
+        take: Callable[[Trial], None],
+        decided: Callable[[Verdict], None],
+        loss_of: Callable[[Trial], float] = lambda way: 0.0,
+        capturing: int = 0,
+    ) -> None:
+        self._dimensions = dimensions
+        self._first = first
+        self._take = take
+        self._decided = decided
+        self._loss_of = loss_of
+        self._untimed = 1 + capturing
+        self._block_length = BLOCK + capturing
+        rounds = 1 if capturing else ROUNDS
+        self._blocks = list(ways) * rounds
+        self._times: dict[Trial, list[float]] = {way: [] for way in ways}
+        """Seconds of timed iterations."""
+        self._slowdown: dict[Trial, float] = {way: 0.0 for way in ways}
+        """Seconds of the untimed iterations of a block, the last one of its kind."""
+        self._starts_at: int | None = None
+        """The number of logged iterations, skipped ones included, from which on blocks run."""
+        self._position: int | None = None
+        """Iterations since the first block began; None: it has not."""
+        self._last_iteration = 0
+        self._last_time = 0.0
+        self._began = 0.0
+        self.done = len(ways) < 2
+
+    @property
+    def iterations(self) -> int:
+        """The number of iterations of all blocks."""
+        return 0 if self.done else self._block_length * len(self._blocks)
+
+    def on_training_log(self, iteration: int) -> None:
+        """Time the iteration that has just ended, counted from 1; decide after the last block.
+
+        The decision is collective over all ranks.
+        """
+        if self.done:
+            return
+        if self._starts_at is None:
+            self._starts_at = max(iteration, self._first) + WARM_UP
+        if iteration < self._starts_at:
+            return
+        # Without it the clock would tell when kernels were launched.
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._position is None:
+            # The warm-up has ended.
+            self._began = now
+            self._position = 0
+            self._take(self._blocks[0])
+        else:
+            self._note(iteration, now)
+        self._last_iteration = iteration
+        self._last_time = now
+
+    def _note(self, iteration: int, now: float) -> None:
+        """Note the time of an iteration of a block, and begin the next block after the last one."""
+        position = self._position or 0
+        block, index = divmod(position, self._block_length)
+        way = self._blocks[block]
+        seconds = now - self._last_time
+        # Between two that do not follow each other Megatron has skipped some (--iterations-to-skip).
+        if iteration == self._last_iteration + 1:
+            if index >= self._untimed:
+                self._times[way].append(seconds)
+            elif index == 0:
+                self._slowdown[way] = seconds
+            else:
+                self._slowdown[way] += seconds
+        self._position = position + 1
+        if self._position == self.iterations:
+            self._decide(now)
+        elif index + 1 == self._block_length:
+            self._take(self._blocks[block + 1])
+
+    def _decide(self, now: float) -> None:
+        """Compare the slowest rank's medians, and go by the best way."""
+        local = [timing_of(self._times[way]) for way in self._times]
+        # All ranks go the same way, so all decide by the slowest one's times.
+        seconds = largest(*(timing.seconds for timing in local))
+        noise = largest(*(timing.noise for timing in local))
+        timings = {
+            way: Timing(*values) for way, *values in zip(self._times, seconds, noise, strict=True)
+        }
+        trial, gains = judge(timings, self._dimensions, self._loss_of)
+        (extra,) = largest(self._extra_seconds(now - self._began, trial, timings))
+        self.done = True
+        self._take(trial)
+        self._decided(Verdict(trial, gains, timings, extra))
+
+    def _extra_seconds(
+        self, elapsed: float, trial: Trial, timings: Mapping[Trial, Timing]
+    ) -> float:
+        """Return by how much the check took longer than as many iterations of its result.
+
+        Args:
+            elapsed: seconds of all its blocks.
+            trial: its result.
+            timings: of each way that was compared.
+        """
+        # The timed way that is nearest to the result: dimensions other than tensor parallelism are
+        # switched off one by one, never together.
+        tensor = Trial(trial.off & {TENSOR}, trial.halves, trial.recipe)
+        chosen = timings.get(trial, timings.get(tensor, timings[Trial()]))
+        blocks = self._block_length * len(self._blocks)
+        extra = elapsed - blocks * chosen.seconds
+        # Where the last block was another way, the CUDA graph is captured once more.
+        if self._blocks[-1] != trial:
+            again = self._slowdown.get(trial, self._slowdown[Trial()])
+            extra += again - self._untimed * chosen.seconds
+        return max(0.0, extra)
+
+
+def most_iterations(dimensions: int, capturing: int = 0) -> int:
+    """Return the most iterations that a check takes, with those before it.
+
+    Args:
+        dimensions: how many have ranks.
+        capturing: further iterations of a block, in which a CUDA graph is captured; 0: none is.
+    """
+    ways = trials([TENSOR, *map(str, range(dimensions - 1))], halves=True, safer="safer")
+    rounds = 1 if capturing else ROUNDS
+    return 1 + WARM_UP + rounds * len(ways) * (BLOCK + capturing)
