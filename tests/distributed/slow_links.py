@@ -1,11 +1,12 @@
 """Runs an entrypoint whose links are slow on purpose: a collective takes time as it has bytes.
 
-    python slow_links.py pretrain_gpt.py [--slow-payloads] <its flags>
+    python slow_links.py pretrain_gpt.py [--slow-payloads | --hiding-halves] <its flags>
 
 The time is that of a clock of its own, which nothing else moves: the machine's load changes no
 decision. Replaces torch.distributed's functions, which timings and training call as attributes.
 Only rank 1 is slow: the other ranks have to decide as it does. Each rank prints its decision.
-With --slow-payloads training meets another link than the timings did: only payloads are slow.
+With --slow-payloads training meets another link than the timings did: only payloads are slow. With
+--hiding-halves payloads take no time while halves of a micro-batch are interleaved.
 """
 
 import json
@@ -31,6 +32,8 @@ _BYTES_OF_GROUPS = {
 
 SECONDS_PER_KIB = 1e-3
 training = False
+in_halves = False
+"""Whether halves of a micro-batch are interleaved now."""
 
 
 class Clock:
@@ -49,17 +52,19 @@ class Clock:
 clock = Clock()
 
 
-def make_slow(payloads: bool) -> None:
+def make_slow(payloads: bool, hiding: bool) -> None:
     """Let the bytes that this rank sends take time.
 
     Args:
         payloads: in training only compressed payloads take time.
+        hiding: in halves compressed payloads take none.
     """
 
     def pass_time(group, nbytes, args, kwargs) -> None:
         has_peers = group is None or group.size() > 1
         is_free = training and payloads and not _is_payload(args)
-        if has_peers and not is_free:
+        is_hidden = hiding and in_halves and _is_payload(args)
+        if has_peers and not is_free and not is_hidden:
             clock.now += nbytes(*args, **kwargs) / 1024 * SECONDS_PER_KIB
 
     def slow_function(original, nbytes):
@@ -89,6 +94,20 @@ def _is_payload(args: tuple) -> bool:
     if isinstance(args[0], list):
         tensors = [op.tensor for op in args[0]]
     return any(getattr(tensor, "dtype", None) == torch.uint8 for tensor in tensors)
+
+
+def follow_halves() -> None:
+    """Know whether halves are interleaved."""
+    from megatron.compression.tensor_parallel import halves_block
+
+    switch = halves_block.switch
+
+    def switched(chunk, interleaved):
+        global in_halves
+        switch(chunk, interleaved)
+        in_halves = interleaved
+
+    halves_block.switch = switched
 
 
 def tell_decisions() -> None:
@@ -132,9 +151,12 @@ def main() -> None:
     """Read this script's own flag, then be the entrypoint."""
     entrypoint, *flags = sys.argv[1:]
     payloads = "--slow-payloads" in flags
-    flags = [flag for flag in flags if flag != "--slow-payloads"]
+    hiding = "--hiding-halves" in flags
+    flags = [flag for flag in flags if flag not in ("--slow-payloads", "--hiding-halves")]
     if os.environ["RANK"] == "1":
-        make_slow(payloads)
+        make_slow(payloads, hiding)
+    if hiding:
+        follow_halves()
     tell_decisions()
     sys.argv = [entrypoint, *flags]
     runpy.run_path(entrypoint, run_name="__main__")

@@ -171,7 +171,7 @@ class TestSwitchedOff:
         choices = decisions(run)[0]["dimensions"]
         assert [choice["name"] for choice in choices] == ["none", "none"]
         for choice in choices:
-            assert choice["why"].startswith("switched off")
+            assert choice["reason"].startswith("switched off")
 
     def test_log_names_each_dimension(self, run: Run) -> None:
         assert run.output.count("switched off") >= 2
@@ -190,6 +190,81 @@ class TestSwitchedOff:
     def test_reports_settings_have_the_check(self, run: Run, report: Path) -> None:
         settings = json.loads((report / "report.json").read_text())["settings"]
         assert settings["auto"]["checked"]
+
+
+class TestHalves:
+    """TP 2 whose link is hidden by halves of a micro-batch, where payloads travel."""
+
+    CHECKED = 2 + 2 * 5 * 2
+    """Two rounds of five blocks of two: the codec, without it, halves without it, with it, and with
+    the safer one."""
+
+    @pytest.fixture(scope="class")
+    def saved(self, tmp_path_factory) -> Path:
+        """The folder of the checkpoints."""
+        return tmp_path_factory.mktemp("halves") / "saved"
+
+    @pytest.fixture(scope="class")
+    def flags(self, saved: Path) -> list[str]:
+        """The command line of two iterations past the check."""
+        more = f"--micro-batch-size 2 --global-batch-size 4 --attention-dropout 0 --save {saved}"
+        more += f" --save-interval {self.CHECKED} --hiding-halves"
+        return tiny_tensor_parallel(*more.split(), train_iters=self.CHECKED + 2)
+
+    @pytest.fixture(scope="class")
+    def run(self, flags: list[str]) -> Run:
+        """The run that measures and decides."""
+        return pretrain(*flags, ranks=2, through=SLOW)
+
+    @pytest.fixture(scope="class")
+    def resumed(self, run: Run, flags: list[str], saved: Path) -> Run:
+        """The same run, resumed behind the check."""
+        go_back_to(self.CHECKED, saved)
+        return pretrain(*flags, "--load", str(saved), ranks=2, through=SLOW)
+
+    def test_halves_are_taken_with_the_safer_codec(self, run: Run) -> None:
+        """Eight bits are as fast as six, where the link is hidden."""
+        first, second = decisions(run)
+        assert second == first
+        assert first["halves"]
+        (choice,) = first["dimensions"]
+        assert choice["name"] == "int8:outliers=on"
+        assert choice["loss"] == 0.006
+
+    def test_the_log_names_each_way_and_what_the_comparison_cost(self, run: Run) -> None:
+        times = r"uncompressed [\d.]+ ms, uncompressed in halves [\d.]+ ms, int6:outliers=on, back "
+        times += r"int5:outliers=on in halves [\d.]+ ms, int8:outliers=on in halves [\d.]+ ms"
+        assert re.search(
+            f"tensor parallelism, an iteration: .*{times}: halves are taken", run.output
+        )
+        assert re.search(r"cost as much time as \d+ iterations: .* and 20 iterations", run.output)
+
+    def test_a_resume_goes_on_in_halves(self, run: Run, resumed: Run) -> None:
+        assert "halves of a micro-batch interleaved" in resumed.output
+        assert decisions(resumed) == decisions(run)
+        assert "other settings than" not in resumed.output
+        last = (self.CHECKED + 1, self.CHECKED + 2)
+        assert resumed.losses == {iteration: run.losses[iteration] for iteration in last}
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            "--micro-batch-size 1 --attention-dropout 0",
+            "halves are not tried: --micro-batch-size 1 has no two halves",
+        ),
+        ("--micro-batch-size 2 --tp-compression-overlap weights", None),
+    ],
+)
+def test_halves_that_are_not_covered_are_not_tried(flags: str, line: str | None) -> None:
+    """Nor where the schedule was typed, which needs no line."""
+    run = pretrain(*tiny_tensor_parallel(*flags.split(), train_iters="2"), ranks=2, through=SLOW)
+    if line is None:
+        assert "halves are not tried" not in run.output
+    else:
+        assert line in run.output
+    assert f"the first {2 * 2 * 2} iterations compare" in run.output
 
 
 @pytest.fixture(scope="module")

@@ -225,11 +225,8 @@ class Check:
         self._last_time = 0.0
         self._began = 0.0
         self.done = len(ways) < 2
-
-    @property
-    def iterations(self) -> int:
-        """The number of iterations of all blocks."""
-        return 0 if self.done else self._block_length * len(self._blocks)
+        self.iterations = 0 if self.done else self._block_length * len(self._blocks)
+        """Of all blocks."""
 
     def on_training_log(self, iteration: int) -> None:
         """Time the iteration that has just ended, counted from 1; decide after the last block.
@@ -305,8 +302,7 @@ class Check:
         # switched off one by one, never together.
         tensor = Trial(trial.off & {TENSOR}, trial.halves, trial.recipe)
         chosen = timings.get(trial, timings.get(tensor, timings[Trial()]))
-        blocks = self._block_length * len(self._blocks)
-        extra = elapsed - blocks * chosen.seconds
+        extra = elapsed - self.iterations * chosen.seconds
         # Where the last block was another way, the CUDA graph is captured once more.
         if self._blocks[-1] != trial:
             again = self._slowdown.get(trial, self._slowdown[Trial()])
