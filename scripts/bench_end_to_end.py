@@ -16,7 +16,8 @@ its times, not its losses.
 Settings that differ only in their codecs share a run where that is possible, a block of iterations
 each. Both sides of a comparison use as many communicators: the uncompressed collectives are split
 as the payloads are (_split.py). "none --compression auto" first decides, in a run of its own, and
-is then timed.
+is then timed. Where "none --tp-compression-overlap halves" is one of the settings, the table
+compares with it as well: what halves bring without a codec.
 """
 
 import argparse
@@ -89,6 +90,8 @@ GRAPHS_HELP = (
 )
 
 AUTO = ("--compression", "auto")
+HALVES = ("--tp-compression-overlap", "halves")
+"""Flags with which a half of a micro-batch computes while the other's sums travel."""
 SECONDS_TO_END = 60
 """How long a run may take to end after its last row."""
 ORDER = "BENCH_ORDER"
@@ -703,6 +706,27 @@ def summary(history: list[dict], traffic: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def is_uncompressed_in_halves(row: BenchRow) -> bool:
+    """Return whether a row is that of interleaved halves without a codec."""
+    setting = parse_setting(row.codec)
+    return setting.specs == ("none",) and setting.flags == HALVES
+
+
+def speed_up(row: BenchRow, base: BenchRow | None) -> str:
+    """Return how many times as fast a row is as another; the range compares the extremes of both.
+
+    Args:
+        row: the faster one, as a rule.
+        base: what it is compared with; None: there is nothing.
+    """
+    if base is None:
+        return "-"
+    median = base.milliseconds / row.milliseconds
+    low = base.least / row.most
+    high = base.most / row.least
+    return f"{median:.2f} ({low:.2f} - {high:.2f})"
+
+
 def table(rows: list[BenchRow], traffic: tuple[str, ...], baseline: str) -> str:
     """Return a markdown table.
 
@@ -710,24 +734,28 @@ def table(rows: list[BenchRow], traffic: tuple[str, ...], baseline: str) -> str:
         rows: what was measured.
         traffic: classes of traffic, a column each.
         baseline: the setting that speed-ups are against, with the same regime and graphs. Where it
-            has no row, there is no speed-up. The range compares the extremes of both.
+            has no row, there is no speed-up. Uncompressed halves are a second baseline, where they
+            have a row.
     """
     if not rows:
         return "No rows."
     header = ["regime", "graphs", "codec", "payloads travel", "peak GB", "ms (least - most)"]
-    header += ["speed-up (range)", *(f"{name} MB" for name in traffic), "loss"]
-    lines = [header]
+    header.append("speed-up (range)")
+    with_halves = any(is_uncompressed_in_halves(row) for row in rows)
+    if with_halves:
+        header.append("against uncompressed halves")
+    lines = [[*header, *(f"{name} MB" for name in traffic), "loss"]]
     for row in rows:
-        speed_up = "-"
-        for base in rows:
-            if (base.codec, base.regime, base.graphs) == (baseline, row.regime, row.graphs):
-                median = base.milliseconds / row.milliseconds
-                low = base.least / row.most
-                high = base.most / row.least
-                speed_up = f"{median:.2f} ({low:.2f} - {high:.2f})"
-                break
+        same_mode = [
+            base for base in rows if (base.regime, base.graphs) == (row.regime, row.graphs)
+        ]
+        usual = next((base for base in same_mode if base.codec == baseline), None)
+        cells = [*row.cells, speed_up(row, usual)]
+        if with_halves:
+            halves = next((base for base in same_mode if is_uncompressed_in_halves(base)), None)
+            cells.append(speed_up(row, halves))
         megabytes = [f"{row.megabytes[name]:.1f}" for name in traffic]
-        lines.append([*row.cells, speed_up, *megabytes, f"{row.last_loss:.4f}"])
+        lines.append([*cells, *megabytes, f"{row.last_loss:.4f}"])
     text = "\n".join(markdown(*lines))
     return f"{text}\nCommunicators of every message: {rows[0].communicators}."
 

@@ -36,6 +36,10 @@ KEY = ("link", "layout", "mode", "model", "batch", "codec")
 """Two rows that agree in these are the same measurement; the later one stays."""
 TIMES = ("none", "none_least", "none_most", "ms", "least", "most")
 """Milliseconds of an iteration: uncompressed, then compressed; median, least and most."""
+COLUMNS = (*KEY, *TIMES, "memory", "machine", "date", "commit", "speed", "low", "high")
+COLUMNS += ("halves", "speed_over_halves")
+"""All of them. halves: milliseconds uncompressed in interleaved halves, in the same run; empty: it
+was not measured there."""
 SORTED_LINKS = ["nvlink", "pcie", "ethernet", "25gbit", "10gbit"]
 
 # How the file calls what the benchmarks write.
@@ -46,6 +50,7 @@ MODELS = {
     "qwen3-30b-a3b": "4 layers of Qwen3-30B-A3B",
 }
 MODES = {"none": "eager", "full_iteration": "graphs", "local": "graphs of layers"}
+IN_HALVES = " --tp-compression-overlap halves"
 ONE_GPU_A_NODE = " MEGATRON_COMPRESSION_NODE_SIZE=1"
 
 
@@ -63,16 +68,22 @@ class Bar:
     """As in the file. Benchmarks that were told the codec of a recipe have it in place of the
     recipe."""
     color: str
+    mode: str = ""
+    """The mode that it is for; empty: any but prompts."""
 
-    def speeds(self, rows: list[dict]) -> list[float]:
-        """Return the speed-ups of the file's rows in this situation, slowest first; prompts are
-        left out."""
+    def speeds(self, rows: list[dict], column: str = "speed") -> list[float]:
+        """Return the speed-ups of the file's rows in this situation, slowest first.
+
+        Args:
+            rows: the file's.
+            column: of the speed-up; rows in which it is empty are left out.
+        """
         speeds = []
         for row in rows:
-            is_training = "prefill" not in row["mode"]
-            if is_training and (row["link"] in self.links and row["layout"] == self.layout):
-                if row["codec"] in self.codecs:
-                    speeds.append(float(row["speed"]))
+            is_mode = row["mode"] == self.mode if self.mode else "prefill" not in row["mode"]
+            if is_mode and (row["link"] in self.links and row["layout"] == self.layout):
+                if row["codec"] in self.codecs and row[column]:
+                    speeds.append(float(row[column]))
         return sorted(speeds)
 
 
@@ -93,6 +104,16 @@ BARS = (
         layout="TP 2",
         codecs=("int8",),
         color="teal",
+    ),
+    Bar(
+        label="PCIe, tensor parallel, halves",
+        flag="--tp-compression int8 --tp-compression-overlap halves",
+        links=("pcie",),
+        layout="TP 2",
+        # Where halves hide the link, eight and six bits take the same time.
+        codecs=("int8, halves", "int6, halves"),
+        color="teal",
+        mode="graphs",
     ),
     Bar(
         label="PCIe, experts",
@@ -183,13 +204,17 @@ def mode_of(row: dict) -> str:
 def key_of(row: dict) -> dict[str, str]:
     """Return the columns ``KEY`` of a benchmark's row."""
     codec = row["codec"].replace(ONE_GPU_A_NODE, "")
+    if IN_HALVES in codec:
+        codec = f"{codec.replace(IN_HALVES, '')}, halves"
+    else:
+        codec = codec.removeprefix("none ")
     return {
         "link": row["regime"],
         "layout": layout_of(row),
         "mode": mode_of(row),
         "model": model_of(row),
         "batch": batch_of(row),
-        "codec": codec.removeprefix("none ").replace("--", ""),
+        "codec": codec.replace("--", ""),
     }
 
 
@@ -201,7 +226,7 @@ def run_of(row: dict) -> tuple[str, ...]:
 
 def measured(rows: list[dict], **stamp: str) -> list[dict]:
     """Return a benchmark's rows as the file's: each compressed one against the mean of the
-    uncompressed ones.
+    uncompressed ones, and of those in halves.
 
     Args:
         rows: what the benchmark has written. Those without an uncompressed row are left out.
@@ -224,6 +249,10 @@ def measured(rows: list[dict], **stamp: str) -> list[dict]:
             "least": row["least"],
             "most": row["most"],
         }
+        halves = []
+        for base in rows:
+            if key_of(base)["codec"] == "none, halves" and run_of(base) == run:
+                halves.append(base["milliseconds"])
         memory = [f"{size / 1e9:.1f}" for size in row.get("peak_memory", {}).values()]
         result.append(
             {
@@ -231,6 +260,7 @@ def measured(rows: list[dict], **stamp: str) -> list[dict]:
                 **{name: f"{value:.1f}" for name, value in times.items()},
                 "memory": ", ".join(memory),
                 **stamp,
+                "halves": f"{statistics.fmean(halves):.1f}" if halves else "",
             }
         )
     return result
@@ -246,6 +276,8 @@ def merged(rows: list[dict]) -> list[dict]:
         # other.
         row["low"] = f"{none_least / most:.2f}"
         row["high"] = f"{none_most / least:.2f}"
+        halves = row.get("halves", "")
+        row["speed_over_halves"] = f"{float(halves) / ms:.2f}" if halves else ""
 
     def order(key: tuple[str, ...]) -> tuple:
         link = key[0]
@@ -288,15 +320,19 @@ def read_rows(path: Path) -> list[dict]:
 def figures(rows: list[dict]) -> str:
     """Return the picture's numbers as a markdown table."""
     lines = [
-        "| what is slow | what you type | speed-up | slowest to fastest | measurements |",
-        "|---|---|---|---|---|",
+        "| what is slow | what you type | speed-up | slowest to fastest | against uncompressed halves "
+        "| measurements |",
+        "|---|---|---|---|---|---|",
     ]
     for bar in BARS:
         speeds = bar.speeds(rows)
         if speeds:
             median = f"{statistics.median(speeds):.2f}"
             extremes = f"{speeds[0]:.2f} to {speeds[-1]:.2f}"
-            lines.append(f"| {bar.label} | `{bar.flag}` | {median} | {extremes} | {len(speeds)} |")
+            over_halves = bar.speeds(rows, "speed_over_halves")
+            halves = f"{statistics.median(over_halves):.2f}" if over_halves else "-"
+            cells = [bar.label, f"`{bar.flag}`", median, extremes, halves, str(len(speeds))]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -382,7 +418,7 @@ def main() -> None:
         rows += measured(read_rows(path), machine=options.machine, date=date, commit=commit)
     rows = merged(rows)
     with FILE.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     draw(rows, PICTURE)

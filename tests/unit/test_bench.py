@@ -77,6 +77,16 @@ def test_the_table_has_no_speed_up_without_the_baseline() -> None:
     assert CELLS.format("int6", "11.0 (10.0 - 12.0) | -") in text
 
 
+def test_the_table_compares_with_uncompressed_halves_too() -> None:
+    halves = measured("none --tp-compression-overlap halves", (16.0, 16.5, 17.0))
+    both = measured("int8 --tp-compression-overlap halves", (8.0, 8.25, 8.5))
+    text = bench.table([NONE, INT6, halves, both], TRAFFIC, "none")
+    assert "| speed-up (range) | against uncompressed halves | tp.forward MB |" in text
+    assert "8.2 (8.0 - 8.5) | 2.67 (2.35 - 3.00) | 2.00 (1.88 - 2.12) |" in text
+    assert "16.5 (16.0 - 17.0) | 1.33 (1.18 - 1.50) | 1.00 (0.94 - 1.06) |" in text
+    assert "11.0 (10.0 - 12.0) | 2.00 (1.67 - 2.40) | 1.50 (1.33 - 1.70) |" in text
+
+
 def test_the_table_of_nothing() -> None:
     assert bench.table([], TRAFFIC, "none") == "No rows."
 

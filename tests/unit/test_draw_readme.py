@@ -111,6 +111,28 @@ def test_a_row_is_compared_with_the_mean_of_its_runs_uncompressed_rows() -> None
     assert (row["speed"], row["low"], row["high"]) == ("2.05", "1.77", "2.32")
 
 
+def test_halves_are_compared_with_both_uncompressed_schedules() -> None:
+    """A codec in halves, halves alone, and the codec as usual, all in one run."""
+    words = "--tensor-parallel 2"
+    halves = " --tp-compression-overlap halves"
+    settings = [("none", 700), ("int8", 450), (f"none{halves}", 550), (f"int8{halves}", 350)]
+    rows = [bench_row(words, codec, (ms, ms, ms)) for codec, ms in settings]
+    merged = draw_readme.merged(draw_readme.measured(rows, **STAMP))
+    speeds = {row["codec"]: (row["speed"], row["speed_over_halves"]) for row in merged}
+    assert speeds == {
+        "int8": ("1.56", "1.22"),
+        "none, halves": ("1.27", "1.00"),
+        "int8, halves": ("2.00", "1.57"),
+    }
+
+
+def test_without_uncompressed_halves_there_is_no_second_speed_up() -> None:
+    rows = [bench_row("--tensor-parallel 2", codec, (9, 9, 9)) for codec in ("none", "int8")]
+    [row] = draw_readme.merged(draw_readme.measured(rows, **STAMP))
+    assert (row["halves"], row["speed_over_halves"]) == ("", "")
+    assert set(row) == set(draw_readme.COLUMNS)
+
+
 def test_a_row_without_an_uncompressed_one_is_left_out() -> None:
     rows = [bench_row("--tensor-parallel 2", "int8", (20, 19, 22))]
     assert draw_readme.measured(rows, **STAMP) == []
@@ -215,8 +237,10 @@ def test_a_page_gets_the_numbers_between_its_two_comments(today) -> None:
 
 def test_the_table_has_the_median_and_the_extremes() -> None:
     situation = {"link": "pcie", "layout": "TP 2", "mode": "eager", "codec": "int8"}
-    rows = [situation | {"speed": speed} for speed in ("1.50", "0.90", "1.20")]
-    row = "| PCIe, tensor parallel | `--tp-compression int8` | 1.20 | 0.90 to 1.50 | 3 |\n"
+    rows = [
+        situation | {"speed": speed, "speed_over_halves": ""} for speed in ("1.50", "0.90", "1.20")
+    ]
+    row = "| PCIe, tensor parallel | `--tp-compression int8` | 1.20 | 0.90 to 1.50 | - | 3 |\n"
     assert draw_readme.figures(rows).endswith(row)
 
 
