@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megatron.compression.expert_parallel.config import ExpertParallelConfig
     from megatron.compression.frontends.megatron_lm.enable import add_arguments, enable
     from megatron.compression.frontends.own_loop import attach
+    from megatron.compression.local_steps.config import LocalStepsConfig
     from megatron.compression.pipeline_parallel.config import PipelineParallelConfig
     from megatron.compression.session import Host, Session
     from megatron.compression.tensor_parallel.config import TensorParallelConfig
@@ -51,6 +52,7 @@ _NAMES = {
     "expert_parallel.config": ("ExpertParallelConfig",),
     "data_parallel.config": ("DataParallelConfig",),
     "caat_net.config": ("CaatNetConfig",),
+    "local_steps.config": ("LocalStepsConfig",),
     "errors": ("CompressionConfigError",),
     "codecs": ("Codec", "parse_codec", "register_codec", "register_gradient_compressor"),
     "communication": ("TorchTransport", "Work", "all_gather", "all_reduce", "reduce_scatter"),

@@ -28,6 +28,7 @@ from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.dimension import DimensionConfig, documented
 from megatron.compression.errors import CompressionConfigError, SettingError, setting, spelled
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
+from megatron.compression.local_steps.config import LocalStepsConfig
 from megatron.compression.names import (
     COMMUNICATORS,
     FLAG_NAMES,
@@ -58,6 +59,7 @@ class CompressionConfig:
     expert_parallel: ExpertParallelConfig = field(default_factory=ExpertParallelConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     caat_net: CaatNetConfig = field(default_factory=CaatNetConfig)
+    local_steps: LocalStepsConfig = field(default_factory=LocalStepsConfig)
 
     # What is measured at the start (--compression auto)
 
@@ -231,6 +233,7 @@ class CompressionConfig:
         for dimension in self.dimensions:
             dimension.check(args)
         self.caat_net.check(args)
+        self.local_steps.check(args)
         graphs.refuse_later_decisions(args, self)
         # With --skip-train there is no iteration that could be too late.
         last = None if getattr(args, "skip_train", False) else train_iterations(args)
@@ -275,6 +278,7 @@ class CompressionConfig:
         """
         lines = [line for dimension in self.dimensions for line in dimension.lines(args)]
         lines += self.caat_net.lines(args)
+        lines += self.local_steps.lines(args)
         lines += graphs.lines(args, self)
         lines += self._lines_of_whole_run(args)
         names = names_on_command_line(args) if names is None else names
@@ -373,7 +377,14 @@ def train_iterations(args: Namespace) -> int | None:
     return samples // args.global_batch_size
 
 
-SAME_RESULTS = {"transport", "report", "overlap"}
+SAME_RESULTS = {
+    "transport",
+    "report",
+    "overlap",
+    "data_centre",
+    "address",
+    "timeout_minutes",
+}
 """Settings of how a run gets to its results: they change at most the order in which it adds up."""
 
 # How settings are called where a resumed run lists those that have changed.

@@ -69,6 +69,17 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--tp-compression-layers": ("tensor_parallel.layers",),
     "--tp-compression-overlap": ("tensor_parallel.overlap",),
     "--caat-net-sync-fraction": ("caat_net.sync_fraction",),
+    "--data-centres": ("local_steps.data_centres",),
+    "--data-centre-rank": ("local_steps.data_centre",),
+    "--local-steps": ("local_steps.steps",),
+    "--outer-address": ("local_steps.address",),
+    "--outer-compression": ("local_steps.compression",),
+    "--outer-lr": ("local_steps.learning_rate",),
+    "--outer-momentum": ("local_steps.momentum",),
+    "--outer-fragments": ("local_steps.fragments",),
+    "--outer-delay": ("local_steps.delay",),
+    "--outer-mixing": ("local_steps.mixing",),
+    "--outer-timeout-minutes": ("local_steps.timeout_minutes",),
     "--compression-min-mb": ("tensor_parallel.min_mb",),
     "--compression-loss-budget": ("loss_budget",),
     "--compression-start-iteration": ("start_iteration",),
@@ -191,6 +202,8 @@ def _names_in_python() -> Names:
             names[path] = f"{PARALLELISMS[owner].config}.{name}"
         elif owner == "caat_net":
             names[path] = f"CaatNetConfig.{name}"
+        elif owner == "local_steps":
+            names[path] = f"LocalStepsConfig.{name}"
         else:
             names[path] = f"CompressionConfig.{name}"
     arguments = {

@@ -16,6 +16,7 @@ decisions, bytes and gradients. Functions of other packages are replaced while o
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from megatron.compression.dimension import Dimension, print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, refused_for
 from megatron.compression.expert_parallel.hooks import ExpertParallel
 from megatron.compression.fsdp2.hooks import DataParallel
+from megatron.compression.local_steps.rounds import LocalSteps
 from megatron.compression.names import PYTHON_NAMES, Names, path_of_traffic
 from megatron.compression.patches import running
 from megatron.compression.pipeline_parallel.hooks import PipelineParallel
@@ -142,6 +144,8 @@ class Session:
         }
         """By the name of their settings in ``CompressionConfig``, in the order in which they are
         attached."""
+        self.local_steps = LocalSteps(config.local_steps, ledger, self.host.log)
+        """Rounds with other data centres; nothing happens there with one."""
         # Parts that a loop may not have. They are made when the session opens or the model is
         # attached.
         self.report_settings: dict[str, Any] = {}
@@ -371,9 +375,25 @@ class Session:
                 "uncompressed"
             )
 
-    def training_begins(self) -> None:
-        """Note that everything is built and loaded."""
+    def training_begins(self, optimizer: Any = None) -> None:
+        """Note that everything is built and loaded; with several data centres, meet the others.
+
+        Args:
+            optimizer: megatron-core's, of the model that is trained; None: nothing is trained.
+        """
         self.host.training_begins()
+        if self.host.iteration is not None:
+            self.local_steps.begin(optimizer, self.host.iteration())
+
+    def step_ended(self) -> None:
+        """Follow a training step that has ended, also one that was skipped."""
+        if self.host.iteration is not None:
+            self.local_steps.iteration_ended(self.host.iteration() + 1)
+
+    def anchor_in_weights(self) -> AbstractContextManager[None]:
+        """Return what has the weights hold what all data centres have in common, while its body
+        runs."""
+        return self.local_steps.anchor_in_weights()
 
     def iteration_ends(self, iteration: int, losses: dict[str, torch.Tensor]) -> None:
         """Follow an iteration that has ended: the audit of the first, the log line at the log
@@ -440,18 +460,22 @@ class Session:
             sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in tripped)
             self.host.log(f"compression: uncompressed as when the checkpoint was saved: {sites}")
 
-    def add_state(self, state_dict: dict[str, Any], is_loading: bool) -> None:
+    def add_state(
+        self, state_dict: dict[str, Any], is_loading: bool, optimizer: Any = None
+    ) -> None:
         """Put the config, ``state`` and the dimensions' own into a checkpoint of Megatron's.
 
         Args:
             state_dict: what is saved, or for loading the template of what is to be read.
             is_loading: it is a template.
+            optimizer: megatron-core's, whose state is in it; None: that of nobody.
         """
         if not is_loading:
             # What is loaded is looked up in the file itself, so nothing is put there for loading.
             state_dict[STATE] = {"config": self.config.asdict(), **self.state()}
         for dimension in self.dimensions.values():
             dimension.add_state(state_dict, is_loading)
+        self.local_steps.add_state(state_dict, optimizer, is_loading)
 
     def check_checkpoint_arguments(self, checkpoint_arguments: Namespace) -> None:
         """Refuse a checkpoint that this run cannot continue, by the arguments saved with it."""
@@ -470,6 +494,7 @@ class Session:
             self.resume(state_dict)
         for dimension in self.dimensions.values():
             dimension.loaded(state_dict)
+        self.local_steps.loaded(state_dict)
 
     def resume(self, state_dict: dict[str, Any]) -> None:
         """Continue as the run that saved this state dict, and log which settings have changed

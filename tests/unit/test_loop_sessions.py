@@ -1,5 +1,7 @@
 """Megatron's loop tells the session of the model that it works with, not the one opened last."""
 
+import contextlib
+
 import pytest
 from megatron.training import checkpointing, one_logger_utils, training
 
@@ -35,15 +37,19 @@ class Session:
         self.run = OpenRun(self)
         running.claim(self.model, self.run)
 
+    def anchor_in_weights(self) -> contextlib.nullcontext:
+        """One data centre: the weights are what they are."""
+        return contextlib.nullcontext()
+
     def __getattr__(self, event: str):
         return lambda *values: self.told.append((self.name, event, *values))
 
 
-def _train(forward_step_func, model, *args):
+def _train(forward_step_func, model, optimizer):
     training.train_step(forward_step_func, None, model)
     training.training_log({"loss": 1}, None, None, 1, None, None, False, None, None, None, None)
     training.evaluate_and_print_results("on test set", None, None, model, 1, None, None)
-    checkpointing.generate_state_dict(None, model, None, None, None)
+    checkpointing.generate_state_dict(None, model, optimizer, None, None)
     one_logger_utils.finish()
 
 
@@ -102,14 +108,15 @@ def test_a_training_tells_the_session_of_its_model(told) -> None:
     first = Session("first", told)
     _last = Session("last", told)
     at_work = []
-    training.train(lambda: at_work.append(running.current()), first.model)
+    training.train(lambda: at_work.append(running.current()), first.model, "optimizer")
     assert at_work == [first.run]
     assert told == [
-        ("first", "training_begins"),
+        ("first", "training_begins", "optimizer"),
+        ("first", "step_ended"),
         ("first", "iteration_ends", 1, {"loss": 1}),
         ("first", "evaluation_begins"),
         ("first", "evaluation_ends", {"loss": 2}),
-        ("first", "add_state", {"state": "of a checkpoint"}, False),
+        ("first", "add_state", {"state": "of a checkpoint"}, False, "optimizer"),
         ("first", "training_ends"),
     ]
     assert first.split == "test"
@@ -128,7 +135,7 @@ def test_a_checkpoint_is_read_by_the_session_of_its_model(told) -> None:
 def test_a_model_of_no_session_tells_nobody(told) -> None:
     """A reference model that is trained or loaded beside a session's."""
     _session = Session("only", told)
-    training.train(lambda: None, [Chunk()])
+    training.train(lambda: None, [Chunk()], None)
     training.load_checkpoint([Chunk()], None)
     assert told == []
 

@@ -20,7 +20,8 @@ TRAFFIC = {
     "tp.backward": "tensor parallelism: gradients of activations",
     "tp.other": "tensor parallelism: loss terms, the batch, gradients of norms and biases",
     "dp.gradient": "data parallelism: gradients of the weights",
-    "dp.outer": "data parallelism: sums of gradients between optimizer instances (sites)",
+    "dp.outer": "data parallelism: sums of gradients between optimizer instances, or differences of "
+    "weights between data centres",
     "dp.weight": "data parallelism: updated weights",
     "pp.forward": "pipeline parallelism: activations between stages",
     "pp.backward": "pipeline parallelism: gradients between stages",

@@ -95,4 +95,11 @@ def _refuse_what_needs_megatrons_loop(config: CompressionConfig) -> None:
             raise SettingError(
                 path, None, "needs Megatron's loop and arguments, which enable() gets", "drop it"
             )
+    if config.local_steps.enabled:
+        raise SettingError(
+            "local_steps.data_centres",
+            config.local_steps.data_centres,
+            "needs Megatron's loop, which enable() is for: rounds begin and end with its steps",
+            "drop it",
+        )
     repetition.refuse_stages(config, "only Megatron's training loop repeats passes")

@@ -6,6 +6,7 @@ The functions here take no session: a replaced function finds the one that it se
 told are methods of ``frontends.megatron_lm.MegatronSession``, which ``run.session`` is.
 """
 
+import contextlib
 import copy
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -121,6 +122,10 @@ def tell_sessions() -> None:
 
     ``evaluate_and_print_results`` alone knows the split, ``evaluate`` alone returns the losses.
 
+    ``save_checkpoint`` saves the weights that several data centres have in common. Why: what reads a
+    checkpoint's weights alone, as evaluation and export do, is to find these. Not reached: callers
+    that imported it by name.
+
     ``one_logger_utils.finish`` tells that training has ended. Why: an early exit
     (``--exit-interval``) leaves by ``sys.exit``, after Megatron's own last call. Not reached:
     errors.
@@ -128,7 +133,7 @@ def tell_sessions() -> None:
     from megatron.training import checkpointing, one_logger_utils, training
 
     _replace_pretrain(_no_preparation)
-    replace(training, "train", ("forward_step_func", "model"), _training)
+    replace(training, "train", ("forward_step_func", "model", "optimizer"), _training)
     replace(training, "train_step", ("forward_step_func", "data_iterator", "model"), _stepping)
     replace(training, "get_model", ("model_provider_func",), _building)
     log_parameters = ("loss_dict", "iteration", "skipped_iter")
@@ -140,7 +145,44 @@ def tell_sessions() -> None:
     # megatron.training.training holds it by name.
     for owner in (training, checkpointing):
         replace(owner, "load_checkpoint", ("ddp_model",), _loading_checkpoint)
+        replace(owner, "save_checkpoint", ("iteration", "model"), _saving_checkpoint)
     tell_of_checkpoints()
+    share_samples()
+
+
+def share_samples() -> None:
+    """Have each of several data centres read its own training samples, of a dataset of them all.
+
+    ``get_train_valid_test_num_samples`` says how many samples the dataset needs.
+    ``build_train_valid_test_data_loaders`` makes the loader, with a sampler.
+
+    Why: the sampler divides samples over the data-parallel ranks that torch.distributed knows,
+    which are those of one data centre. Not reached: loaders of a user's own.
+    """
+    from megatron.training import training
+
+    replace(training, "get_train_valid_test_num_samples", (), _counting_samples)
+    parameters = ("build_train_valid_test_datasets_provider",)
+    follow(training, "build_train_valid_test_data_loaders", parameters, _after_building_loaders)
+
+
+def _counting_samples(get_num_samples: Callable) -> Callable:
+    def wrapper():
+        train_samples, *others = get_num_samples()
+        session = _session_of()
+        if session is not None:
+            train_samples *= session.config.local_steps.data_centres
+        return (train_samples, *others)
+
+    return wrapper
+
+
+def _after_building_loaders(result: Any, arguments: dict) -> None:
+    session = _session_of()
+    train_loader = result[0]
+    # Validation stays whole: all data centres evaluate the anchor on the same samples.
+    if session is not None and train_loader is not None:
+        session.local_steps.take_share(train_loader)
 
 
 def tell_of_checkpoints() -> None:
@@ -180,21 +222,26 @@ def _session_of(model: Any = None) -> Any:
 
 
 def _training(train: Callable) -> Callable:
-    def wrapper(forward_step_func, model, *args, **kwargs):
+    def wrapper(forward_step_func, model, optimizer, *args, **kwargs):
         run = running.run_of_model(model)
         with running.at_work(run):
             if run is not None and run.session is not None:
                 # Within the run's scope: what is logged here belongs to it.
-                run.session.training_begins()
-            return train(forward_step_func, model, *args, **kwargs)
+                run.session.training_begins(optimizer)
+            return train(forward_step_func, model, optimizer, *args, **kwargs)
 
     return wrapper
 
 
 def _stepping(train_step: Callable) -> Callable:
     def wrapper(forward_step_func, data_iterator, model, *args, **kwargs):
-        with running.at_work(running.run_of_model(model)):
-            return train_step(forward_step_func, data_iterator, model, *args, **kwargs)
+        run = running.run_of_model(model)
+        with running.at_work(run):
+            result = train_step(forward_step_func, data_iterator, model, *args, **kwargs)
+            if run is not None and run.session is not None:
+                # Before the loop logs, evaluates or saves.
+                run.session.step_ended()
+            return result
 
     return wrapper
 
@@ -243,7 +290,7 @@ def _evaluating(evaluate: Callable) -> Callable:
         if session is not None:
             session.evaluation_begins()
         try:
-            with running.at_work(run):
+            with running.at_work(run), _anchor_in_weights(session):
                 result = evaluate(forward_step_func, data_iterator, model, *args, **kwargs)
             # The losses, averaged over micro-batches; None on stages without a loss.
             losses = result[0]
@@ -251,6 +298,22 @@ def _evaluating(evaluate: Callable) -> Callable:
             if session is not None:
                 session.evaluation_ends(losses)
         return result
+
+    return wrapper
+
+
+def _anchor_in_weights(session: Any) -> contextlib.AbstractContextManager[None]:
+    """Return what puts the weights that all data centres have in common into the model, if there
+    are several."""
+    if session is None:
+        return contextlib.nullcontext()
+    return session.anchor_in_weights()
+
+
+def _saving_checkpoint(save_checkpoint: Callable) -> Callable:
+    def wrapper(iteration, model, *args, **kwargs):
+        with _anchor_in_weights(_session_of(model)):
+            return save_checkpoint(iteration, model, *args, **kwargs)
 
     return wrapper
 
@@ -274,7 +337,7 @@ def _after_generate_state_dict(state_dict: dict, arguments: dict) -> None:
     if session is not None:
         # Megatron puts a state together for loading as well, to have shapes to read into.
         is_loading = (arguments.get("optim_sd_kwargs") or {}).get("is_loading", False)
-        session.add_state(state_dict, is_loading)
+        session.add_state(state_dict, is_loading, arguments.get("optimizer"))
 
 
 def _after_check_args(result: Any, arguments: dict) -> None:

@@ -25,6 +25,7 @@ from megatron.compression.frontends.megatron_lm.implementation import (
     transformer_engine,
 )
 from megatron.compression.frontends.megatron_lm.loop import LOG, MegatronLoop
+from megatron.compression.local_steps.samples import use_own_folders
 from megatron.compression.patches import gaps, loop, running, symbols
 from megatron.compression.session import Session
 from megatron.compression.torch_native.spec import apply_native_defaults, block_spec, is_covered
@@ -52,6 +53,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     flags.add_flags(parser)
     gaps.build_gpt2_from_its_files()
     # What is refused comes before what is changed.
+    # Before the folders are looked at.
+    loop.after_validating_arguments(use_own_folders)
     loop.after_validating_arguments(checks.check_arguments)
     loop.after_validating_arguments(adapt_arguments)
     return parser

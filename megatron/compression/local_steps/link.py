@@ -1,0 +1,265 @@
+"""The connection between data centres: each rank with the rank of its number in the others.
+
+A data centre is a job of its own, whose torch.distributed knows its own ranks alone: no collective
+of a training step can meet another data centre. What crosses is sent here and nowhere else.
+
+    data centre 0   rank 0   rank 1   ...        one gloo group a column, in host memory
+                      |        |
+    data centre 1   rank 0   rank 1   ...
+
+Gloo rather than NCCL: payloads are small and late, a kernel that waits for them would hold the GPU,
+and NCCL's watchdog would end the process instead of this module's line. A thread copies, sends and
+receives, so that training goes on meanwhile.
+
+A store at ``--outer-address``, kept by rank 0 of data centre 0, holds what each data centre says of
+itself: its settings, and the iteration of its newest round, which a line about a late one quotes.
+"""
+
+import datetime
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.compression.communication.gloo import wait_at_exit
+from megatron.compression.errors import InputError
+
+SECONDS_BETWEEN_LINES = 30.0
+"""How often a line says that another data centre is waited for."""
+_GRACE_SECONDS = 60.0
+"""By how much gloo's own limit is longer than ours, so that the error is ours."""
+
+
+class DataCentreLostError(InputError):
+    """Another data centre did not answer in time, or closed the connection."""
+
+
+@dataclass
+class Exchange:
+    """One exchange with the other data centres, which may be under way."""
+
+    iteration: int
+    """Of this run, after which it was started."""
+    payload: torch.Tensor
+    """uint8 ``[bytes]``, this data centre's."""
+    ready: Any = None
+    """The CUDA event after which the payload is complete; None on a CPU."""
+    payloads: torch.Tensor | None = None
+    """uint8 ``[data centres, bytes]`` in host memory, once all have arrived."""
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    seconds: float = 0.0
+    """How long it took, once it is done."""
+
+
+class DataCentreLink:
+    """This rank's connection to the ranks of its number in the other data centres.
+
+    Args:
+        address: HOST:PORT of the store.
+        data_centres: how many there are.
+        data_centre: this one's number.
+        seconds: how long to wait for another one before giving up.
+        log: prints a line; called on every rank.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        data_centres: int,
+        data_centre: int,
+        seconds: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self.address = address
+        self.size = data_centres
+        self.index = data_centre
+        self.seconds = seconds
+        self.log = log
+        self.rank = dist.get_rank()
+        self._store = self._open_store()
+        self._group: Any = None
+        self._queue: queue.Queue[Exchange] = queue.Queue()
+        self.exchanges = 0
+        """Exchanges started so far."""
+
+    def _open_store(self) -> dist.Store:
+        host, _, port = self.address.rpartition(":")
+        keeps_store = self.index == 0 and self.rank == 0
+        limit = datetime.timedelta(seconds=self.seconds)
+        if not keeps_store:
+            self.log(f"local steps: connecting to data centre 0 at {self.address}")
+        try:
+            return dist.TCPStore(
+                host, int(port), is_master=keeps_store, wait_for_workers=False, timeout=limit
+            )
+        except (RuntimeError, ValueError) as error:
+            if keeps_store:
+                raise InputError(
+                    f"--outer-address {self.address}: this rank cannot listen there "
+                    f"({str(error).splitlines()[0]}); give a free port of this host"
+                ) from error
+            raise DataCentreLostError(
+                f"data centre 0 does not answer at --outer-address {self.address} within "
+                f"{self.seconds:.0f} s: start it, or open the port between the data centres"
+            ) from error
+
+    def others(self) -> list[int]:
+        """Return the numbers of the other data centres."""
+        return [number for number in range(self.size) if number != self.index]
+
+    def agree(self, settings: dict[str, Any]) -> None:
+        """Compare settings with those of the other data centres, and connect to them.
+
+        Args:
+            settings: by the name that a user types; plain values, the same on all ranks here.
+
+        Raises:
+            InputError: another data centre has another value, named.
+            DataCentreLostError: one does not come in time.
+        """
+        if self.rank == 0:
+            self._store.set(f"settings/{self.index}", json.dumps(settings))
+        for number in self.others():
+            self._await_keys(number, f"settings/{number}")
+            theirs = json.loads(self._store.get(f"settings/{number}"))
+            for name, value in settings.items():
+                if theirs.get(name) != value:
+                    raise InputError(
+                        f"{name} {value} here, {theirs.get(name)} in data centre {number}: give "
+                        "all data centres the same"
+                    )
+        limit = datetime.timedelta(seconds=self.seconds + _GRACE_SECONDS)
+        prefix = dist.PrefixStore(f"rank{self.rank}", self._store)
+        wait_at_exit()
+        try:
+            self._group = dist.ProcessGroupGloo(prefix, self.index, self.size, limit)
+        except RuntimeError as error:
+            raise DataCentreLostError(
+                "the ranks of another data centre are not reached "
+                f"({str(error).splitlines()[0]}): open the ports between the hosts, and name the "
+                "network by GLOO_SOCKET_IFNAME"
+            ) from error
+        # A daemon: a process that ends must not wait for a data centre that is gone.
+        threading.Thread(target=self._work, name="data-centre-link", daemon=True).start()
+
+    def _await_keys(self, number: int, key: str) -> None:
+        """Wait until a data centre has written a key, with a line now and then."""
+        begin = time.monotonic()
+        while True:
+            elapsed = time.monotonic() - begin
+            left = self.seconds - elapsed
+            if left <= 0:
+                raise DataCentreLostError(self._lost_line(number, elapsed))
+            wait = datetime.timedelta(seconds=min(left, SECONDS_BETWEEN_LINES))
+            try:
+                self._store.wait([key], wait)
+                return
+            except RuntimeError:
+                self.log(f"local steps: waiting for data centre {number} to start")
+
+    def start(self, payload: torch.Tensor, iteration: int) -> Exchange:
+        """Start to exchange payloads with the other data centres.
+
+        Collective over the data centres, in the same order on each.
+
+        Args:
+            payload: uint8 ``[bytes]``, of one size in all data centres; not changed afterwards.
+            iteration: of this run.
+        """
+        exchange = Exchange(iteration, payload)
+        if payload.is_cuda:
+            exchange.ready = torch.cuda.Event()
+            exchange.ready.record()
+        if self.rank == 0:
+            self._publish(iteration)
+        self.exchanges += 1
+        self._queue.put(exchange)
+        return exchange
+
+    def _publish(self, iteration: int) -> None:
+        try:
+            self._store.set(f"round/{self.index}", str(iteration))
+        except RuntimeError:
+            # The store is lost with data centre 0. The exchange itself will say so.
+            pass
+
+    def _work(self) -> None:
+        """Carry out exchanges one after the other; the thread's body."""
+        while True:
+            exchange = self._queue.get()
+            begin = time.monotonic()
+            try:
+                exchange.payloads = self._gather(exchange)
+            except RuntimeError as error:
+                exchange.error = error
+            exchange.seconds = time.monotonic() - begin
+            exchange.done.set()
+
+    def _gather(self, exchange: Exchange) -> torch.Tensor:
+        """Return uint8 ``[data centres, bytes]``, every data centre's payload."""
+        if exchange.ready is not None:
+            exchange.ready.synchronize()
+        payload = exchange.payload.cpu()
+        payloads = torch.empty(self.size, len(payload), dtype=torch.uint8)
+        self._group.allgather([list(payloads)], [payload]).wait()
+        return payloads
+
+    def wait(self, exchange: Exchange) -> torch.Tensor:
+        """Return uint8 ``[data centres, bytes]`` of an exchange, on the payload's device.
+
+        Raises:
+            DataCentreLostError: another data centre has closed the connection, or has not answered
+                within the limit. Lines before that say who is waited for.
+        """
+        begin = time.monotonic()
+        while not exchange.done.wait(min(SECONDS_BETWEEN_LINES, self.seconds)):
+            elapsed = time.monotonic() - begin
+            late = self._late(exchange.iteration)
+            if elapsed >= self.seconds:
+                raise DataCentreLostError(self._lost_line(late, elapsed))
+            self.log(
+                f"local steps: waiting for data centre {late} for {elapsed:.0f} s, "
+                f"{self._news(late)}; this one is at iteration {exchange.iteration}"
+            )
+        if exchange.error is not None:
+            late = self._late(exchange.iteration)
+            raise DataCentreLostError(
+                f"data centre {late} closed the connection, {self._news(late)}; this one is at "
+                f"iteration {exchange.iteration}. Its own log says why. Restart all data centres "
+                "from their last common checkpoint"
+            ) from exchange.error
+        return exchange.payloads.to(exchange.payload.device, non_blocking=True)
+
+    def _late(self, iteration: int) -> int:
+        """Return the number of the data centre that is furthest behind this one."""
+        rounds = {number: self._round_of(number) for number in self.others()}
+        return min(rounds, key=lambda number: -1 if rounds[number] is None else rounds[number])
+
+    def _round_of(self, number: int) -> int | None:
+        """Return the iteration of a data centre's newest round; None: it has had none, or nobody
+        can say."""
+        key = f"round/{number}"
+        try:
+            return int(self._store.get(key)) if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+
+    def _news(self, number: int) -> str:
+        iteration = self._round_of(number)
+        if iteration is None:
+            return "which has not reached its first round"
+        return f"whose newest round was after its iteration {iteration}"
+
+    def _lost_line(self, number: int, elapsed: float) -> str:
+        return (
+            f"data centre {number} has not answered for {elapsed:.0f} s, {self._news(number)}: see "
+            "its log and the link; restart all data centres from their last common checkpoint, or "
+            "raise --outer-timeout-minutes"
+        )

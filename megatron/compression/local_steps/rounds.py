@@ -1,0 +1,408 @@
+"""Local steps of one run: rounds between iterations, the start, and the anchor in the weights.
+
+    training begins     the data centres compare settings and weights, and take the anchor
+    iteration ends      fragments whose turn it is are sent, and others, sent earlier, applied
+    evaluation, save    the weights hold the anchor meanwhile, then the local weights again
+
+Between rounds nothing here communicates.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.compression.codecs.identity import IdentityCodec
+from megatron.compression.communication.ledger import Ledger
+from megatron.compression.communication.objects import gather_objects
+from megatron.compression.errors import InputError
+from megatron.compression.local_steps.checkpoint import StateInCheckpoints
+from megatron.compression.local_steps.config import LocalStepsConfig
+from megatron.compression.local_steps.link import DataCentreLink, Exchange
+from megatron.compression.local_steps.masters import MasterShard
+from megatron.compression.local_steps.outer_optimizer import OuterOptimizer
+from megatron.compression.local_steps.samples import take_share
+from megatron.compression.local_steps.schedule import fragment_bounds
+
+TRAFFIC = "dp.outer"
+"""The ledger's class of what crosses between data centres."""
+
+
+@dataclass
+class Flight:
+    """A fragment that was sent and is not yet applied."""
+
+    fragment: int
+    iteration: int
+    """After which it was sent."""
+    exchange: Exchange | None
+    """None: its payloads come from a checkpoint."""
+    payloads: torch.Tensor | None = None
+    """uint8 ``[data centres, bytes]``, where they have arrived."""
+
+
+class LocalSteps:
+    """This rank's part in the rounds of a run.
+
+    Args:
+        config: settings; with one data centre nothing is exchanged, and only checkpoints of more
+            are told from others.
+        ledger: counts what is sent.
+        log: prints a line; called on every rank.
+    """
+
+    def __init__(
+        self, config: LocalStepsConfig, ledger: Ledger, log: Callable[[str], None]
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.log = log
+        self.checkpoint = StateInCheckpoints(log)
+        self.shard: MasterShard | None = None
+        """Known from the first checkpoint or iteration on."""
+        self.outer: OuterOptimizer | None = None
+        self.link: DataCentreLink | None = None
+        self.bounds: list[tuple[int, int]] = []
+        """Begin and end of each fragment in this rank's vector."""
+        self.flights: list[Flight] = []
+        self._local_weights: torch.Tensor | None = None
+        """Set aside while the weights hold the anchor; uint8."""
+        self._layout = ""
+        self._began = False
+
+    # The start
+
+    def follow(self, optimizer: Any) -> None:
+        """Make the vector of this rank's masters. Collective inside this data centre."""
+        if self.shard is not None:
+            return
+        self.shard = MasterShard(optimizer)
+        self.bounds = fragment_bounds(self.shard.numel, self.config.fragments, self.shard.tail)
+        layouts = "".join(gather_objects(self.shard.layout()))
+        self._layout = hashlib.sha256(layouts.encode()).hexdigest()
+
+    def begin(self, optimizer: Any, iteration: int) -> None:
+        """Take the anchor, and meet the other data centres. Collective over all of them.
+
+        Args:
+            optimizer: megatron-core's; None where the run does not train.
+            iteration: how many iterations the run has had.
+
+        Raises:
+            InputError: another data centre has other settings, weights or iterations.
+            DataCentreLostError: one does not come in time.
+        """
+        if self._began or optimizer is None:
+            return
+        self._began = True
+        if not self.config.enabled:
+            self._begin_without_others(optimizer)
+            return
+        self.follow(optimizer)
+        self._take_anchor()
+        config = self.config
+        check_one_side(config.data_centre)
+        self.link = DataCentreLink(
+            config.address,
+            config.data_centres,
+            config.data_centre,
+            config.timeout_minutes * 60,
+            self.log,
+        )
+        self.link.agree(config.common() | parallel_sizes() | {"the iteration": iteration})
+        self._compare_weights(iteration)
+        sent = sum(self._payload_bytes(fragment) for fragment in range(config.fragments))
+        self.log(
+            f"local steps: met {config.data_centres - 1} other data centres; rank 0 sends "
+            f"{sent / 1e6:,.3f} MB a round to each"
+        )
+
+    def _begin_without_others(self, optimizer: Any) -> None:
+        """Continue a run of several data centres in one: from the anchor, which the weights of its
+        checkpoint are."""
+        if self.checkpoint.saved is None:
+            return
+        try:
+            self.follow(optimizer)
+        except TypeError:  # another optimizer, which has loaded nothing of that checkpoint's
+            return
+        self.shard.take_weights()
+        before = self.checkpoint.saved["data_centres"]
+        self.log(
+            f"local steps: the checkpoint is of {before} data centres, this run is one: it starts "
+            "from the anchor"
+        )
+
+    def _take_anchor(self) -> None:
+        """Make the outer optimizer: of the checkpoint's state, or of the masters as they are."""
+        config = self.config
+        saved = self.checkpoint.saved
+        tensors = self.checkpoint.tensors
+        if saved is not None and tensors is None:
+            # Weights were loaded without the state beside them: they are the anchor's.
+            self.shard.take_weights()
+            self.log(
+                "local steps: starts from the checkpoint's weights, the anchor, without its "
+                "momentum: the checkpoint was made at other parallel sizes, or its optimizer is "
+                "not loaded"
+            )
+        masters = self.shard.read(0, self.shard.numel)
+        self.outer = OuterOptimizer(masters, config.codec, config.learning_rate, config.momentum)
+        if tensors is None:
+            return
+        same_data_centres = saved["data_centres"] == config.data_centres
+        for name, values in self.outer.state().items():
+            is_common = name in ("anchor", "velocity")
+            if name in tensors and (same_data_centres or is_common):
+                values.copy_(tensors[name])
+        if same_data_centres:
+            if "weights" in tensors:
+                self.shard.set_weights(tensors["weights"])
+            self._restore_flights(saved, tensors)
+            return
+        self.shard.mix(self.outer.anchor, 0, self.shard.numel, 0.0)
+        self.shard.publish()
+        self.log(
+            f"local steps: the checkpoint is of {saved['data_centres']} data centres, this run has "
+            f"{config.data_centres}: it starts from the anchor"
+        )
+
+    def _restore_flights(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        if saved["messages"] != self._messages():
+            return
+        for number, (fragment, iteration) in enumerate(saved["flights"]):
+            payloads = tensors.get(f"flight.{number}")
+            if payloads is None:
+                payloads = torch.empty(self.config.data_centres, 0, dtype=torch.uint8)
+            self.flights.append(Flight(fragment, iteration, None, payloads))
+
+    def _compare_weights(self, iteration: int) -> None:
+        """Refuse data centres whose anchors or layouts differ."""
+        mine = torch.frombuffer(
+            bytearray.fromhex(self.shard.layout()) + digest(self.outer.anchor), dtype=torch.uint8
+        )
+        theirs = self.link.wait(self.link.start(mine, iteration))
+        for number in self.link.others():
+            if torch.equal(theirs[number], mine):
+                continue
+            if not torch.equal(theirs[number, :8], mine[:8]):
+                raise InputError(
+                    f"data centre {number} has another model, or other buckets: give all data "
+                    "centres the same flags"
+                )
+            raise InputError(
+                f"data centre {number} starts from other weights: give all data centres the same "
+                "--seed, or --load the same checkpoint"
+            )
+
+    # Rounds
+
+    def iteration_ended(self, iteration: int) -> None:
+        """Send the fragments whose turn it is, and apply those whose delay is over.
+
+        Args:
+            iteration: how many iterations the run has had, skipped ones too.
+        """
+        if self.outer is None:
+            return
+        schedule = self.config.schedule
+        for fragment in schedule.starting(iteration):
+            self._send(fragment, iteration)
+        ending = schedule.ending(iteration)
+        if not ending:
+            return
+        due = [flight for flight in self.flights if flight.fragment in ending]
+        for flight in due:
+            self._apply(flight, iteration)
+        self.flights = [flight for flight in self.flights if flight not in due]
+        self.shard.publish()
+
+    def _span_sent(self, fragment: int) -> tuple[int, int]:
+        """Return begin and end of what this rank sends of a fragment."""
+        begin, end = self.bounds[fragment]
+        return begin, max(begin, min(end, self.shard.sent))
+
+    def _payload_bytes(self, fragment: int) -> int:
+        begin, end = self._span_sent(fragment)
+        codec = self.config.codec or IdentityCodec()
+        return codec.payload_bytes((end - begin,)) if end > begin else 0
+
+    def _send(self, fragment: int, iteration: int) -> None:
+        """Encode this rank's difference of a fragment, and start to exchange it."""
+        begin, end = self._span_sent(fragment)
+        if end > begin:
+            payload = self.outer.encode(self.shard.read(begin, end), begin)
+        else:
+            payload = torch.empty(0, dtype=torch.uint8)
+        self.flights.append(Flight(fragment, iteration, self.link.start(payload, iteration)))
+        others = self.config.data_centres - 1
+        sent = others * payload.numel()
+        self.ledger.record(TRAFFIC, "compressed", "all_gather", sent, link="inter")
+        uncompressed = others * 4 * (end - begin)
+        operation = "instead_of_all_gather"
+        self.ledger.record(TRAFFIC, "compressed", operation, 0, uncompressed, link="inter")
+
+    def _arrived(self, flight: Flight) -> torch.Tensor:
+        """Return uint8 ``[data centres, bytes]`` of a flight; wait for it if need be."""
+        if flight.payloads is None:
+            flight.payloads = self.link.wait(flight.exchange)
+        return flight.payloads
+
+    def _apply(self, flight: Flight, iteration: int) -> None:
+        """Move the anchor by what all data centres have sent, and the masters towards it."""
+        payloads = self._arrived(flight).to(self.shard.device)
+        begin, end = self._span_sent(flight.fragment)
+        if end > begin:
+            self.outer.step(payloads, begin, end)
+        begin, end = self.bounds[flight.fragment]
+        self.shard.align(self.outer.anchor, begin, end, self.ledger)
+        self.shard.mix(self.outer.anchor[begin:end], begin, end, self.config.local_share)
+        if flight.exchange is not None:
+            of_fragments = ""
+            if self.config.fragments > 1:
+                of_fragments = f", fragment {flight.fragment + 1} of {self.config.fragments}"
+            self.log(
+                f"local steps: round after iteration {flight.iteration}{of_fragments}: "
+                f"{payloads.shape[1] / 1e6:,.3f} MB from rank 0 in {flight.exchange.seconds:.2f} s,"
+                f" applied after iteration {iteration}"
+            )
+
+    # The anchor in the weights
+
+    @contextlib.contextmanager
+    def anchor_in_weights(self) -> Iterator[None]:
+        """Have the model's weights hold the anchor in the body. Collective inside this data
+        centre."""
+        if self.outer is None:
+            yield
+            return
+        with torch.no_grad():
+            # What overlaps with the next forward pass is completed first.
+            self.shard.gather()
+            self._local_weights = self.shard.weights()
+            self.shard.set_weights_to(self.outer.anchor)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self.shard.set_weights(self._local_weights)
+            self._local_weights = None
+
+    # Checkpoints
+
+    def add_state(self, state_dict: dict[str, Any], optimizer: Any, is_loading: bool) -> None:
+        """Put the state into a checkpoint that is saved, or ask for it in one that is loaded.
+
+        Args:
+            state_dict: Megatron's; without "optimizer" the checkpoint holds weights alone.
+            optimizer: megatron-core's.
+            is_loading: it is a template of what is to be read.
+        """
+        if not self.config.enabled or "optimizer" not in state_dict or optimizer is None:
+            return
+        if not is_loading:
+            self._add_own_state(state_dict)
+            return
+        saved = self.checkpoint.saved
+        if saved is None:
+            return
+        self.follow(optimizer)
+        if saved["layout"] == self._layout:
+            self.checkpoint.request(state_dict, self._templates(saved))
+
+    def _add_own_state(self, state_dict: dict[str, Any]) -> None:
+        tensors = self.outer.state()
+        tensors["weights"] = self._local_weights
+        if self._local_weights is None:  # a checkpoint that is not saved by ``save_checkpoint``
+            tensors["weights"] = self.shard.weights()
+        for number, flight in enumerate(self.flights):
+            tensors[f"flight.{number}"] = self._arrived(flight)
+        flights = [[flight.fragment, flight.iteration] for flight in self.flights]
+        plain = {
+            "data_centres": self.config.data_centres,
+            "messages": self._messages(),
+            "layout": self._layout,
+            "flights": flights,
+        }
+        self.checkpoint.save(state_dict, tensors, plain)
+
+    def _messages(self) -> list[object]:
+        """Return what payloads depend on: those of other settings cannot be read."""
+        common = self.config.common()
+        return [common["--outer-compression"], common["--outer-fragments"]]
+
+    def _templates(self, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return tensors to load into, by name: what fits this run of what was saved."""
+        shard = self.shard
+        templates = {}
+        for name in ("anchor", "velocity"):
+            templates[name] = torch.zeros(shard.numel, dtype=torch.float32, device=shard.device)
+        if saved["data_centres"] != self.config.data_centres:
+            return templates
+        templates["weights"] = torch.zeros_like(shard.weights())
+        if saved["messages"] != self._messages():
+            self.log(
+                "local steps: --outer-compression or --outer-fragments are not the checkpoint's: "
+                "what was in flight, and the residual memory, are dropped"
+            )
+            return templates
+        if self.config.codec is not None:
+            templates["residual"] = torch.zeros_like(templates["anchor"])
+        for number, (fragment, _) in enumerate(saved["flights"]):
+            size = self._payload_bytes(fragment)
+            payloads = torch.zeros(self.config.data_centres, size, dtype=torch.uint8)
+            templates[f"flight.{number}"] = payloads
+        return templates
+
+    def loaded(self, state_dict: dict[str, Any]) -> None:
+        """Take what has been read of a checkpoint."""
+        self.checkpoint.loaded(state_dict)
+
+    def take_share(self, loader: Any) -> None:
+        """Have a training data loader read this data centre's samples."""
+        if self.config.enabled:
+            take_share(loader, self.config.data_centres, self.config.data_centre)
+
+
+def parallel_sizes() -> dict[str, int]:
+    """Return what decides which rank holds what, by the flag that sets it."""
+    return {
+        "the number of ranks": dist.get_world_size(),
+        "--tensor-model-parallel-size": parallel_state.get_tensor_model_parallel_world_size(),
+        "--pipeline-model-parallel-size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "--context-parallel-size": parallel_state.get_context_parallel_world_size(),
+        "--expert-model-parallel-size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+
+
+def check_one_side(data_centre: int) -> None:
+    """Refuse a job whose ranks lie in several data centres. Collective over the job.
+
+    Raises:
+        InputError: ranks were started with different numbers of their data centre.
+    """
+    numbers = gather_objects(data_centre)
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise InputError(
+                f"--data-centre-rank {number} on rank {rank}, {numbers[0]} on rank 0 of the same "
+                "job: every step would cross between data centres. Start one torchrun in each data "
+                "centre, with a --master-addr inside it"
+            )
+
+
+def digest(vector: torch.Tensor) -> bytes:
+    """Return 16 bytes that differ where a bit of an fp32 vector differs or values change places."""
+    sums = torch.zeros(2, dtype=torch.int64, device=vector.device)
+    # Integers, whose sums wrap around and do not depend on the order of adding.
+    for piece in vector.view(torch.int32).split(2**24):
+        values = piece.to(torch.int64)
+        places = torch.arange(1, len(values) + 1, device=vector.device)
+        sums[0] = sums[0] * 31 + values.sum()
+        sums[1] += (values * places).sum()
+    return sums.cpu().numpy().tobytes()

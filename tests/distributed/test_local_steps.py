@@ -1,0 +1,169 @@
+"""Local steps between data centres: each a job of its own on this host, over gloo."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.data_centres import OPTIMIZER, pretrain_in_data_centres
+from tests.distributed.launch import go_back_to, pretrain, tiny_flags
+
+SCALINGS = {
+    "plain": (),
+    "average in collective": ("--ddp-average-in-collective",),
+    "per token": ("--calculate-per-token-loss",),
+}
+"""Megatron's three ways of scaling gradients."""
+
+COPIES = (
+    *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+    *("--local-steps", "1", "--outer-compression", "int4"),
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_without_an_exchange_a_data_centre_is_a_run_of_its_own(scaling: str) -> None:
+    """Two data centres of two ranks with the same samples: losses, gradient norms and weights have
+    the bits of one run without data centres."""
+    flags = SCALINGS[scaling]
+    alone = pretrain(*tiny_flags(*OPTIMIZER[:2], *flags), ranks=2)
+    centres = pretrain_in_data_centres(
+        *flags, "--local-steps", "100", ranks=2, through="tests/distributed/same_samples.py"
+    )
+    for run in centres.runs:
+        assert run.losses == alone.losses
+        assert run.log("grad norm") == alone.log("grad norm")
+        assert run.parameters == alone.parameters
+        assert "dp.outer" not in "".join(re.findall(r"communication .*", run.output))
+
+
+def test_every_step_averaged_in_fp32_keeps_data_centres_alike() -> None:
+    """H = 1, fp32, outer rate 1 without momentum: the same weights everywhere after each step."""
+    settings = "--local-steps 1 --outer-compression none --outer-lr 1 --outer-momentum 0"
+    centres = pretrain_in_data_centres(*settings.split())
+    first, second = centres.runs
+    assert first.parameters == second.parameters
+    assert first.losses != second.losses, "they read different samples"
+    assert first.output.count("round after iteration") == 4
+
+
+def copies_are_alike(parameters: list[dict[str, str]], runs) -> None:
+    """Fail where ranks of one data centre hold different bits of a copy."""
+    for name in runs.ranks[0].replicated:
+        # Of tensor-parallel ranks of one stage; names of two stages may be the same.
+        for stage in (0, 1):
+            ranks = [rank for rank in runs.ranks if rank.coordinates["pipeline"] == stage]
+            values = {rank.parameters.get(name) for rank in ranks}
+            assert len(values) == 1, f"{name} on stage {stage}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("--sequence-parallel",),
+        ("--mtp-num-layers", "1"),
+        ("--outer-fragments", "2", "--local-steps", "2", "--outer-delay", "1"),
+    ],
+    ids=["tied", "sequence-parallel", "mtp", "fragments"],
+)
+def test_copies_stay_alike(extra) -> None:
+    """TP 2 x PP 2, tied embeddings, after three rounds and more in four bits."""
+    centres = pretrain_in_data_centres(*COPIES, *extra, ranks=4)
+    for run in centres.runs:
+        copies_are_alike(run.parameters, run)
+        for tensor_rank in (0, 1):
+            stages = [r for r in run.ranks if r.coordinates["tensor"] == tensor_rank]
+            first, last = (
+                {value for name, value in rank.parameters.items() if _is_embedding(name)}
+                for rank in stages
+            )
+            assert first & last, "both stages hold the same bits of the word embeddings"
+    if "--outer-delay" not in extra:
+        assert centres.parameters[0] == centres.parameters[1]
+
+
+def _is_embedding(name: str) -> bool:
+    return "word_embeddings" in name or "output_layer" in name
+
+
+SAVING = ("--local-steps", "4", "--train-iters", "6", "--save-interval", "3")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--ddp-bucket-size", "20000"),
+        pytest.param(
+            ("--outer-fragments", "2", "--outer-delay", "2", "--overlap-grad-reduce"),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ("--overlap-grad-reduce", "--overlap-param-gather", "--dp-compression", "sdp4bit"),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=["plain", "in flight", "compressed weights"],
+)
+def test_a_resume_within_a_round_has_the_same_bits(tmp_path: Path, extra) -> None:
+    """Saved after iteration 3; the round is after iteration 4, or a fragment is under way."""
+    flags = (*SAVING, *extra, "--save", str(tmp_path))
+    whole = pretrain_in_data_centres(*flags, ranks=2)
+    for number in range(2):
+        go_back_to(3, tmp_path / f"data_centre_{number}")
+    resumed = pretrain_in_data_centres(*flags, "--load", str(tmp_path), ranks=2)
+    for before, after in zip(whole.runs, resumed.runs, strict=True):
+        assert after.parameters == before.parameters
+        assert after.losses == {i: loss for i, loss in before.losses.items() if i > 3}
+
+
+def test_other_numbers_of_data_centres_start_from_the_anchor(tmp_path: Path) -> None:
+    """Saved between rounds by two data centres; three go on, and one without local steps."""
+    exact = ("--outer-compression", "none", "--num-layers", "1")
+    flags = (*SAVING, *exact)
+    pretrain_in_data_centres(*flags, "--save", str(tmp_path))
+    for number in range(2):
+        go_back_to(3, tmp_path / f"data_centre_{number}")
+    three = pretrain_in_data_centres(*flags, "--load", str(tmp_path), data_centres=3)
+    for run in three.runs:
+        assert "of 2 data centres, this run has 3: it starts from the anchor" in run.output
+    assert three.parameters[0] != three.parameters[1], "two local steps since the last round"
+
+    alone = pretrain(
+        *tiny_flags(*OPTIMIZER[:2], *exact[2:], train_iters="6"),
+        *("--load", str(tmp_path / "data_centre_1")),
+        ranks=1,
+    )
+    assert "of 2 data centres, this run is one: it starts from the anchor" in alone.output
+
+
+def test_evaluation_reads_the_anchor() -> None:
+    """Between two rounds the data centres have other weights, and the same validation loss."""
+    flags = ("--local-steps", "3", "--eval-interval", "2", "--eval-iters", "1")
+    centres = pretrain_in_data_centres(*flags)
+    first, second = centres.runs
+    assert first.ranks[0].validation == second.ranks[0].validation
+    assert first.parameters != second.parameters
+    without = pretrain_in_data_centres("--local-steps", "3")
+    assert without.parameters == centres.parameters, "evaluation leaves the local weights alone"
+
+
+def test_a_job_over_two_data_centres_is_refused() -> None:
+    """Rank 1 was started with another number."""
+    run = pretrain(
+        *tiny_flags(*OPTIMIZER, "--data-centres", "2", "--outer-address", "127.0.0.1:1"),
+        ranks=2,
+        through="tests/distributed/numbered_by_rank.py",
+        check=False,
+    )
+    assert "of the same job: every step would cross between data centres" in run.errors[0]
+
+
+def test_other_settings_and_weights_are_refused() -> None:
+    other_steps = pretrain_in_data_centres(
+        own_flags={0: ["--local-steps", "2"], 1: ["--local-steps", "3"]}, check=False
+    )
+    assert "--local-steps 2 here, 3 in data centre 1" in other_steps.runs[0].output
+    other_weights = pretrain_in_data_centres(own_flags={1: ["--seed", "7"]}, check=False)
+    assert "starts from other weights" in other_weights.runs[0].output
