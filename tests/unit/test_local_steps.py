@@ -1,6 +1,7 @@
 """Local steps between data centres: schedule, outer optimizer, samples and settings, in one
 process."""
 
+import itertools
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -45,9 +46,7 @@ class TestSchedule:
     def test_fragments_cover_a_vector_and_keep_its_tail_in_one(self, tail: int) -> None:
         bounds = fragment_bounds(100, 4, tail)
         assert bounds[0][0] == 0 and bounds[-1][1] == 100
-        assert all(
-            end == begin for (_, end), (begin, _) in zip(bounds[:-1], bounds[1:], strict=True)
-        )
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
         assert bounds[-1][0] <= 100 - tail
 
 
@@ -225,6 +224,14 @@ class TestSettings:
             ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias"),
             ({"distributed_timeout_minutes": 5}, "--outer-timeout-minutes 5 is not below"),
             ({"dataloader_type": "cyclic"}, "use single"),
+            (
+                dict(
+                    mtp_num_layers=1,
+                    pipeline_model_parallel_size=2,
+                    untie_embeddings_and_output_weights=False,
+                ),
+                "add --untie-embeddings-and-output-weights",
+            ),
             ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 keeps no fp32 masters"),
         ],
     )

@@ -219,6 +219,15 @@ class LocalStepsConfig:
                 "would send each difference once an instance",
                 f"drop it: with {_FLAG} each data centre is a job of its own",
             )
+        tied = not getattr(args, "untie_embeddings_and_output_weights", True)
+        if tied and getattr(args, "mtp_num_layers", None) and args.pipeline_model_parallel_size > 1:
+            raise SettingError(
+                "args.mtp_num_layers",
+                args.mtp_num_layers,
+                "with tied embeddings over pipeline stages has no checkpoint in megatron-core, "
+                "which says what tensor parallelism cuts",
+                f"add {argument('untie_embeddings_and_output_weights')}",
+            )
         if getattr(args, "dataloader_type", None) not in (None, "single", "external"):
             raise SettingError(
                 "args.dataloader_type",
