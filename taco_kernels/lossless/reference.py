@@ -335,17 +335,23 @@ def _encode_row(row: torch.Tensor, payload: torch.Tensor, layout: LosslessLayout
         _part(payload, offsets.lower_halves, len(bits), torch.int16).copy_(_signed16(bits))
 
 
+def codes_of(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
+    """Return int32[groups, GROUP]: the codes of a contiguous coded payload, 0 to 7, in their order."""
+    offsets = layout.offsets
+    word = _part(payload, offsets.codes_low, layout.sizes.groups, torch.int16).int() & 0xFFFF
+    word |= payload[offsets.codes_high : offsets.mantissas].int() << 16
+    last = ((word >> 6) & 3) | ((word >> 12) & 12) | ((word >> 18) & 48)
+    codes = (word[:, None] >> _SHIFTS.to(word)) & 7
+    return torch.cat((codes, last[:, None] & 7, last[:, None] >> 3), 1)
+
+
 def _decode_row(payload: torch.Tensor, layout: LosslessLayout) -> torch.Tensor:
     """The row of a coded payload whose flag is not set."""
     payload = payload.contiguous()
     offsets = layout.offsets
 
     # Codes, then exponents; an escape's is put right below.
-    word = _part(payload, offsets.codes_low, layout.sizes.groups, torch.int16).int() & 0xFFFF
-    word |= payload[offsets.codes_high : offsets.mantissas].int() << 16
-    last = ((word >> 6) & 3) | ((word >> 12) & 12) | ((word >> 18) & 48)
-    codes = (word[:, None] >> _SHIFTS.to(word)) & 7
-    codes = torch.cat((codes, last[:, None] & 7, last[:, None] >> 3), 1)
+    codes = codes_of(payload, layout)
     base = payload[offsets.bases : offsets.bases + layout.blocks].int().repeat_interleave(BLOCK)
     exponent = base - codes.view(-1)
 

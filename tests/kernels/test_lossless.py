@@ -8,8 +8,15 @@ import torch
 
 from taco_kernels import lossless
 from taco_kernels.lossless import FLAG_AT, layout_of
+from taco_kernels.lossless.reference import HEADER
 from tests.kernels.interpreter import interpreted
-from tests.kernels.wires.lossless import bits, cases, check_every_bit, expected_values
+from tests.kernels.wires.lossless import (
+    bits,
+    cases,
+    check_every_bit,
+    expected_values,
+    in_order_of_tiles,
+)
 
 SHARE = 0.07
 DTYPES = (torch.bfloat16, torch.float32)
@@ -84,9 +91,39 @@ def test_no_row_grows_by_more_than_the_header_and_padding(dtype: torch.dtype) ->
         assert layout.payload_bytes % 16 == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_payload_whose_tiles_came_in_another_order_is_brought_into_theirs(
+    dtype: torch.dtype,
+) -> None:
+    """Two tiles' words of escapes change places; what the kernels are compared by undoes it."""
+    layout = layout_of(4096, dtype, SHARE)
+    [x] = [x for name, x in cases(1, 4096, dtype) if name == "gaussian"]
+    [exact] = lossless.encode(x, layout)
+    needed = int(exact[:4].view(torch.int32))
+    starts = slice(layout.offsets.starts, layout.offsets.starts + 8)
+    second = int(exact[starts].view(torch.int32)[1])
+    words = second // 2
+    assert 0 < words < needed
+
+    swapped = exact.clone()
+    area = exact[HEADER : layout.offsets.starts].view(torch.int32)
+    swapped_area = swapped[HEADER : layout.offsets.starts].view(torch.int32)
+    swapped_area.fill_(-1)  # what nobody reads
+    swapped_area[: needed - words] = area[words:needed]
+    swapped_area[needed - words : needed] = area[:words]
+    first = int(exact[starts].view(torch.int32)[0])
+    swapped[starts].view(torch.int32)[0] = first + 2 * (needed - words)
+    swapped[starts].view(torch.int32)[1] = second - 2 * words
+    assert torch.equal(bits(lossless.decode(swapped[None], layout)), bits(x))
+    assert torch.equal(in_order_of_tiles(swapped[None], layout)[0], exact)
+
+
 @pytest.mark.slow
 def test_kernels_keep_every_bit() -> None:
-    """Every case of INTERPRETED is tried in both dtypes, in Triton's interpreter."""
+    """Every case of INTERPRETED is tried in both dtypes, in Triton's interpreter.
+
+    Payloads have the definition's bits, too, once tiles are in order.
+    """
     assert interpreted(main) == "18"
 
 
