@@ -199,6 +199,19 @@ def after_plane(wire, BYTES: tl.constexpr, groups, C: tl.constexpr):
 
 
 @triton.jit
+def wire_of(wires, sender, wire_stride):
+    """Pointer to a sender's wire.
+
+    Args:
+        wires: pointer to the first sender's wire.
+        sender: its number, of any integer type or known to the compiler.
+        wire_stride: bytes from one sender's wire to the next, likewise.
+    """
+    # The product is of 64 bits: all wires together may be longer than 2 GiB.
+    return wires + (tl.full((), 0, tl.int64) + sender) * wire_stride
+
+
+@triton.jit
 def across_chunks(first, N: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr):
     """int64[R * N]: offsets of the units of a tile that holds several whole chunks (C.ROW), in
     units.

@@ -23,6 +23,7 @@ from taco_kernels.common.packing import (
     load_code_words,
     magic_bits,
     store_groups,
+    wire_of,
 )
 
 # Groups
@@ -291,11 +292,11 @@ def sum_blocks(wires, sender_stride, first, blocks, groups, S: tl.constexpr, B: 
     magic = magic_bits(groups)
     if S <= 8:  # unrolled, so that the senders' loads are in flight together
         for s in tl.static_range(0, S):
-            wire = wires + tl.full((), s, tl.int64) * sender_stride
+            wire = wire_of(wires, s, sender_stride)
             t = add_sender(t, wire, first, blocks, groups, magic, B)
     else:
         for s in range(0, S):
-            wire = wires + (tl.full((), 0, tl.int64) + s) * sender_stride
+            wire = wire_of(wires, s, sender_stride)
             t = add_sender(t, wire, first, blocks, groups, magic, B)
     t0, t1, t2, t3, t4, t5, t6, t7 = t
     # From the order of codes on the wire to that of values.

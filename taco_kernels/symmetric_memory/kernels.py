@@ -507,8 +507,7 @@ def summed_slots(slots, from_wire, CHANNEL: tl.constexpr, SPEC: tl.constexpr):
         # transformed.
         total = tl.zeros([SPEC.R, SPEC.G], tl.float32)
         for w in range(CHANNEL.W):
-            sender = tl.full((), 0, tl.int64) + w
-            total = add_sender(total, slots, sender, distance, zero, full, SPEC)
+            total = add_sender(total, slots, w, distance, zero, full, SPEC)
         if SPEC.HADAMARD:
             shuffled = shuffle(total, SPEC)
             total = unshuffle(transform(shuffled, load_matrix(from_wire, SPEC), SPEC), SPEC)

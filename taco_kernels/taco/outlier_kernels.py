@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from taco_kernels.common.hadamard import odd, transform, unshuffle
-from taco_kernels.common.packing import aligned_bytes
+from taco_kernels.common.packing import aligned_bytes, wire_of
 from taco_kernels.taco import outliers
 
 THRESHOLD = tl.constexpr(outliers.THRESHOLD)
@@ -293,11 +293,11 @@ def any_list(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.constexpr
     words = load_lists(wires, first, groups, C)
     if W <= C.UNROLLED:
         for w in tl.static_range(1, W):
-            wire = wires + tl.full((), w, tl.int64) * wire_stride
+            wire = wire_of(wires, w, wire_stride)
             words = tl.maximum(words, load_lists(wire, first, groups, C))
     else:
         for w in range(1, W):
-            wire = wires + w * wire_stride.to(tl.int64)
+            wire = wire_of(wires, w, wire_stride)
             words = tl.maximum(words, load_lists(wire, first, groups, C))
     return words
 
@@ -316,7 +316,7 @@ def add_every_list(x, wires, wire_stride, first, groups, W: tl.constexpr, C: tl.
         C: constants of the tile.
     """
     for w in range(0, W):
-        wire = wires + (tl.full((), 0, tl.int64) + w) * wire_stride
+        wire = wire_of(wires, w, wire_stride)
         x = add_list(x, wire, first, groups, C)
     return x
 

@@ -36,6 +36,7 @@ from taco_kernels.common.packing import (
     magic_bits,
     store_groups,
     store_integers,
+    wire_of,
 )
 from taco_kernels.taco import reference
 
@@ -525,13 +526,13 @@ def add_sender(total, wires, sender, wire_stride, first, groups, C: tl.constexpr
     Args:
         total: fp32[R, G], sum of the senders before.
         wires: pointer to the first sender's wire.
-        sender: int64, its number.
+        sender: its number.
         wire_stride: bytes from one sender's wire to the next.
         first: the tile's first group.
         groups: of a wire.
         C: constants of the tile.
     """
-    wire = wires + sender * wire_stride
+    wire = wire_of(wires, sender, wire_stride)
     if C.INTEGER:
         q = load_singles(wire, first, groups, C)
         if C.BEND > 0:
@@ -549,7 +550,7 @@ def add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C: tl.
     Args:
         t: four fp32[R, G / 4], sums so far of every fourth element.
         wires: pointer to the first sender's wire.
-        sender: int64, its number.
+        sender: its number.
         wire_stride: bytes from one sender's wire to the next.
         first: the tile's first group.
         groups: of a wire.
@@ -558,7 +559,7 @@ def add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C: tl.
     """
     # Element 4 i + k of the tile is element i of t_k.
     t0, t1, t2, t3 = t
-    wire = wires + sender * wire_stride
+    wire = wire_of(wires, sender, wire_stride)
     words = load_code_words(wire, first, groups, C)
     step = load_step(wire, first, groups, C)
     if C.BEND > 0:
@@ -589,22 +590,18 @@ def sum_senders(wires, wire_stride, first, groups, W: tl.constexpr, C: tl.conste
         magic = magic_bits(groups)
         if W <= C.UNROLLED:
             for w in tl.static_range(0, W):
-                sender = tl.full((), w, tl.int64)
-                t = add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C)
+                t = add_sender_words(t, wires, w, wire_stride, first, groups, magic, C)
         else:
             for w in range(0, W):
-                sender = tl.full((), 0, tl.int64) + w
-                t = add_sender_words(t, wires, sender, wire_stride, first, groups, magic, C)
+                t = add_sender_words(t, wires, w, wire_stride, first, groups, magic, C)
         t0, t1, t2, t3 = t
         total = tl.reshape(four_joined(t0, t1, t2, t3), [C.R, C.G])
     else:
         total = tl.zeros([C.R, C.G], tl.float32)
         if W <= C.UNROLLED:
             for w in tl.static_range(0, W):
-                sender = tl.full((), w, tl.int64)
-                total = add_sender(total, wires, sender, wire_stride, first, groups, C)
+                total = add_sender(total, wires, w, wire_stride, first, groups, C)
         else:
             for w in range(0, W):
-                sender = tl.full((), 0, tl.int64) + w
-                total = add_sender(total, wires, sender, wire_stride, first, groups, C)
+                total = add_sender(total, wires, w, wire_stride, first, groups, C)
     return total

@@ -9,7 +9,7 @@ from megatron.compression.codecs import parse_codec
 from megatron.compression.codecs.recipes import RECIPES
 from taco_kernels.taco import CodecConfig, outliers, reference
 from tests.kernels.interpreter import failures_of_scenarios, small_tiles
-from tests.kernels.wires.outliers import check_operations
+from tests.kernels.wires.outliers import Operations, check_operations
 
 PIPELINE = RECIPES["pipeline_parallel"][0].compression
 PIPELINE_BACKWARD = "int6:group=32,scales=single,hadamard=off,outliers=on"
@@ -177,13 +177,30 @@ CASES = (
     (CodecConfig("int5", 256, "signed", outliers=True), torch.float32, (12,)),
 )
 """A spread of configurations, types, and numbers of outliers: none, a few, more than slots."""
+
+
+def check_many_senders() -> None:
+    """More senders than kernels unroll their loops for; the last one alone may have outliers."""
+    from taco_kernels.taco import launch
+    from taco_kernels.taco.spec import TUNING
+
+    small_tiles(TUNING, outliers.BLOCK)
+    config = CodecConfig("int6", 128, "signed", outliers=True)
+    for count in (0, 3):
+        quiet = Operations(launch, config, torch.float32, 0, (1, 2048), 1, "cpu")
+        loud = quiet._replace(count=count)
+        wires = torch.cat([quiet.wires_of_senders(9), loud.wires_of_senders(1)])
+        quiet.check_decode_sum(wires)
+        quiet.check_decode_sum_encode(wires, config)
+
+
 SCENARIOS = {
     f"{config.format} {config.group_size}, {count} outliers": partial(
         check_kernels, config, dtype, count, seed=count
     )
     for config, dtype, counts in CASES
     for count in counts
-}
+} | {"ten senders": check_many_senders}
 
 
 @pytest.fixture(scope="module")

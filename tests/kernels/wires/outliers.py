@@ -95,10 +95,10 @@ class Operations(NamedTuple):
         expected = reference.decode(exact, self.config, shape, self.dtype)
         torch.testing.assert_close(out.cpu(), expected, **self.tolerance)
 
-    def wires_of_senders(self) -> torch.Tensor:
-        """Wires of three senders, whose outliers lie in the same and in other blocks."""
+    def wires_of_senders(self, senders: int = 3) -> torch.Tensor:
+        """Wires of several senders, whose outliers lie in the same and in other blocks."""
         wires = []
-        for w in range(3):
+        for w in range(senders):
             x = with_outliers(self.shape, self.count, 10 * self.seed + w, near=600 * (w % 2))
             wires.append(reference.encode(x, self.config))
         return torch.cat(wires)
