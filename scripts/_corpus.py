@@ -199,7 +199,7 @@ def write_dataset(directory: Path, split: str) -> None:
     print(f"corpus: {done.stdout.splitlines()[-1]}", flush=True)
 
 
-def _fraction(path: str, salt: str) -> float:
+def hash_fraction(path: str, salt: str) -> float:
     """Return a number in [0, 1) that depends on a path alone."""
     digest = hashlib.sha256(f"{salt}:{path}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
@@ -230,7 +230,7 @@ def read_documents(root: Path, skipped: set[str]) -> dict[str, str]:
                 continue
             digests.add(digest)
             texts[(folder / name).relative_to(root).as_posix()] = text
-    return dict(sorted(texts.items(), key=lambda item: _fraction(item[0], "order")))
+    return dict(sorted(texts.items(), key=lambda item: hash_fraction(item[0], "order")))
 
 
 def write_corpus(
@@ -261,7 +261,7 @@ def write_corpus(
         bytes_left -= len(text.encode())
         if bytes_left < 0:
             break
-        fraction = _fraction(path, "split")
+        fraction = hash_fraction(path, "split")
         if fraction < train_edge:
             split = "train"
         elif fraction < valid_edge:

@@ -20,6 +20,8 @@ EXTRAS = {
     "plots": ["matplotlib"],
     "tokenizers": ["sentencepiece", "transformers"],
     "huggingface": ["safetensors", "transformers"],
+    # For scripts/accuracy/pretrained.py, which fetches the weights itself.
+    "pretrained": ["gguf", "tokenizers"],
     # For GPUs: it brings Transformer Engine and packages that are compiled at installation.
     "bridge": ["megatron-bridge>=0.6,<0.7"],
     # Its torch part is compiled at installation: scripts/setup.sh --with-transformer-engine.

@@ -44,10 +44,10 @@ class Exchange:
             return self.reduce_scatter(partials, direction)
         # Two ranks send each other all they have: one exchange, and so one encoding.
         if len(partials) == 2 and codec.one_exchange:
-            return self.reduce_scatter(partials, direction)
+            return self._sum_of_one_exchange(partials, codec, in_pieces=codec.sees_shape)
         # Decode and sum what the ranks sent, and encode the sum for the way back.
         first, second = codec.hops
-        payloads, piece = self._encode(partials, codec, first)
+        payloads, piece = self._encode(partials, codec, first, pieces_matter(codec))
         total = first.decode_sum_encode(payloads, piece, second)
         return joined(second.decode(total, piece, partials.dtype), partials.shape[1:])
 
@@ -57,8 +57,20 @@ class Exchange:
         if codec is None:
             # Sums of bf16 run in fp32 and are rounded once.
             return partials.sum(dim=0, dtype=partials.dtype)
+        return self._sum_of_one_exchange(partials, codec, in_pieces=pieces_matter(codec))
+
+    def _sum_of_one_exchange(
+        self, partials: torch.Tensor, codec: Codec, in_pieces: bool
+    ) -> torch.Tensor:
+        """Return the sum [T, h] of what ranks have encoded once.
+
+        Args:
+            partials: [W, T, h] of the ranks.
+            codec: of the message; its first hop is used.
+            in_pieces: whether a rank encodes a piece for each receiver.
+        """
         first = codec.hops[0]
-        payloads, piece = self._encode(partials, codec, first)
+        payloads, piece = self._encode(partials, codec, first, in_pieces)
         return joined(first.decode_sum(payloads, piece, partials.dtype), partials.shape[1:])
 
     def gather(self, x: torch.Tensor, direction: str) -> torch.Tensor:
@@ -69,7 +81,7 @@ class Exchange:
             return x.clone()
         # A gather is the second hop of an all-reduce.
         second = codec.hops[1]
-        payloads, piece = self._encode(x[None], codec, second)
+        payloads, piece = self._encode(x[None], codec, second, pieces_matter(codec))
         return joined(second.decode(payloads[0], piece, x.dtype), x.shape)
 
     def send(self, x: torch.Tensor, sequence: int, direction: str) -> torch.Tensor:
@@ -94,20 +106,31 @@ class Exchange:
         decoded = codec.decode(codec.encode(parts), parts.shape[1:], x.dtype)
         return decoded.reshape(messages.shape).transpose(1, 2).reshape(x.shape)
 
-    def _encode(self, x: torch.Tensor, codec: Codec, hop: Codec) -> tuple[torch.Tensor, torch.Size]:
+    def _encode(
+        self, x: torch.Tensor, codec: Codec, hop: Codec, in_pieces: bool
+    ) -> tuple[torch.Tensor, torch.Size]:
         """Encode what each rank sends.
 
         Args:
             x: [S, ...], a tensor of each sender.
             codec: the codec of the message.
             hop: the codec of this hop of it.
+            in_pieces: whether there is a piece for each receiving rank.
 
         Returns:
             uint8 [S, rows, bytes], and the shape of a row.
         """
-        # A piece for each receiving rank only where the codec sees shapes: groups of values are the
-        # same in a whole tensor.
-        pieces = self.world_size if codec.sees_shape else 1
+        pieces = self.world_size if in_pieces else 1
         rows = torch.stack([cut(tensor, pieces, codec) for tensor in x])
         payloads = hop.encode(rows.flatten(0, 1))
         return payloads.view(*rows.shape[:2], -1), rows.shape[2:]
+
+
+def pieces_matter(codec: Codec) -> bool:
+    """Return whether pieces of a tensor are encoded in other bits than the tensor in one.
+
+    Groups of values are the same in both. Shapes are not, and each piece begins a new list of
+    outliers.
+    """
+    hops = [getattr(hop, "config", None) for hop in codec.hops]
+    return codec.sees_shape or any(getattr(config, "outliers", False) for config in hops)

@@ -3,13 +3,15 @@
 As in Megatron, a row-parallel layer sums W partial products in the forward, and a column-parallel
 one W partial input gradients in the backward. With sequence parallelism the input of a
 column-parallel layer and the output gradient of a row-parallel one are gathered. The partial
-products are the real ones: rank w holds slice w of the weight's parallel dimension. Attention may
+products are the real ones: rank w holds slice w of the weight's parallel dimension. Slices of
+attention's weights may be unequal, where the query groups do not divide by the ranks. Attention may
 share sequences between ranks (context parallelism).
 
 Shapes: T tokens of all sequences, h channels, n and m the parallel dimension of a weight.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch import Tensor, library
 
 from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.settings import RANKS
+from taco_kernels.common import ceil_div
 
 _attached: list[Exchange] = []
 """The exchange of all layers; a list, so that it can be replaced."""
@@ -47,11 +50,38 @@ def _empty_like(x: Tensor, sequence: int | None = None) -> Tensor:
 # ------------------------------------------------------------------------------------------
 
 
+def _unequal_shares(size: int, units: int, ranks: int) -> list[slice] | None:
+    """Return each rank's part of a parallel dimension that units do not cut into equal parts.
+
+    The first ranks have one unit more than the others. None: the parts are equal, which they also
+    are where there are fewer units than ranks.
+
+    Args:
+        size: of the dimension.
+        units: parts of the dimension that no cut may divide (query groups); 0: cut anywhere.
+        ranks: among which it is cut.
+    """
+    if units < ranks or units % ranks == 0:
+        return None
+    edges = [size // units * ceil_div(rank * units, ranks) for rank in range(ranks + 1)]
+    return [slice(begin, end) for begin, end in pairwise(edges)]
+
+
 @_operator("row_linear")
-def row_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [T, n] @ weight[h, n].T, reduced over the ranks."""
+def row_linear(x: Tensor, weight: Tensor, units: int = 0) -> Tensor:
+    """Return x [T, n] @ weight[h, n].T, reduced over the ranks.
+
+    Args:
+        x: the input, [T, n].
+        weight: [h, n].
+        units: parts of n that belong to one rank each, such as query groups; 0: n is cut anywhere.
+    """
     exchange = _exchange()
     ranks = exchange.world_size
+    shares = _unequal_shares(x.shape[1], units, ranks)
+    if shares is not None:
+        partials = [x[:, share] @ weight[:, share].t() for share in shares]
+        return exchange.reduce(torch.stack(partials), "forward")
     # Rank w has columns w of x and of the weight: [W, T, n / W] @ [W, n / W, h].
     inputs = x.contiguous().view(x.shape[0], ranks, -1).transpose(0, 1)
     weights = weight.view(weight.shape[0], ranks, -1).permute(1, 2, 0)
@@ -59,7 +89,9 @@ def row_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @_operator("row_linear_backward")
-def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def row_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, units: int
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of a row-parallel layer.
 
     Args:
@@ -67,6 +99,7 @@ def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
             gathered.
         x: the input, [T, n].
         weight: [h, n].
+        units: as in ``row_linear``; nothing is cut here.
 
     Returns:
         The gradients of x and of the weight.
@@ -78,19 +111,22 @@ def row_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
 
 
 @_operator("column_linear")
-def column_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [T, h] @ weight[m, h].T."""
+def column_linear(x: Tensor, weight: Tensor, units: int = 0) -> Tensor:
+    """Return x [T, h] @ weight[m, h].T; ``units`` cut m in the backward as in ``row_linear``."""
     return x @ weight.t()
 
 
 @_operator("column_linear_backward")
-def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def column_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, units: int
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of a column-parallel layer.
 
     Args:
         grad: of the output, [T, m].
         x: the input, [T, h].
         weight: [m, h].
+        units: parts of m that belong to one rank each, such as query groups; 0: m is cut anywhere.
 
     Returns:
         The gradient of x, reduced over the ranks, and that of the weight.
@@ -98,6 +134,10 @@ def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
     exchange = _exchange()
     ranks = exchange.world_size
     grad = grad.contiguous()
+    shares = _unequal_shares(grad.shape[1], units, ranks)
+    if shares is not None:
+        partials = [grad[:, share] @ weight[share] for share in shares]
+        return exchange.reduce(torch.stack(partials), "backward"), grad.t() @ x
     # Rank w has rows w of the weight: [W, T, m / W] @ [W, m / W, h].
     gradients = grad.view(grad.shape[0], ranks, -1).transpose(0, 1)
     weights = weight.view(ranks, -1, weight.shape[1])
@@ -107,17 +147,18 @@ def column_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
 def _register_linear(forward: Callable, backward: Callable) -> None:
     """Tell torch the shapes and the gradient of a linear layer."""
 
-    def shape_of_output(x, weight):
+    def shape_of_output(x, weight, units=0):
         return x.new_empty(x.shape[0], weight.shape[0])
 
-    def shapes_of_gradients(grad, x, weight):
+    def shapes_of_gradients(grad, x, weight, units):
         return _empty_like(x), _empty_like(weight)
 
     def save_inputs(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
+        x, weight, ctx.units = inputs
+        ctx.save_for_backward(x, weight)
 
     def gradient(ctx, grad):
-        return backward(grad, *ctx.saved_tensors)
+        return *backward(grad, *ctx.saved_tensors, ctx.units), None  # none of the units
 
     forward.register_fake(shape_of_output)
     backward.register_fake(shapes_of_gradients)

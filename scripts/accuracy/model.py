@@ -1,4 +1,4 @@
-"""The models that are trained, with fp32 weights: a GPT as Megatron's, or a Qwen.
+"""The models that are trained, with fp32 weights: a GPT as Megatron's, a Qwen or a Llama.
 
 The GPT has pre-norm, learned positions, GELU, biases and an untied output. All products that
 Megatron would parallelise go through layers.py. Shapes: T = batch * sequence tokens, h channels.
@@ -28,7 +28,8 @@ class ModelConfig:
     dtype: torch.dtype = torch.bfloat16
     """Type of the activations, and of the weights in products."""
     qwen: DenseModel | None = None
-    """A Qwen's layers, whose sizes are the same numbers; its own vocabulary is not used."""
+    """A Qwen's or Llama's layers, whose sizes are the same numbers; its own vocabulary is not
+    used."""
     ranks: int = RANKS
     """Ranks of tensor parallelism."""
     stages: int = 4
@@ -122,11 +123,11 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class QwenBlock(nn.Module):
-    """One transformer layer of a Qwen on [T, h].
+    """One transformer layer of a Qwen or a Llama on [T, h].
 
-    Equal slices of the weights are the ranks' own: qkv holds one query group after the other, and
-    fc1 a gate and a value in turn. The family qwen2 has biases on q, k and v, qwen3 has norms of q
-    and k.
+    Slices of the weights are the ranks' own, of whole query groups: qkv holds one query group after
+    the other, and fc1 a gate and a value in turn. The family qwen2 has biases on q, k and v, qwen3
+    has norms of q and k, llama neither.
     """
 
     def __init__(self, model: DenseModel, sequence: int) -> None:
@@ -156,7 +157,8 @@ class QwenBlock(nn.Module):
         y = self.norm1(x)
         if self.sequence_parallel:
             y = layers.gather(y)
-        x = x + layers.row_linear(self._attend(y), self.projection.to(x.dtype))
+        attended = self._attend(y)
+        x = x + layers.row_linear(attended, self.projection.to(x.dtype), self.model.groups)
         y = self.norm2(x)
         if self.sequence_parallel:
             y = layers.gather(y)
@@ -168,7 +170,7 @@ class QwenBlock(nn.Module):
         """Map normalised [T, h] to the attention's output, [T, heads * d]."""
         model = self.model
         heads_of_group = model.heads // model.groups
-        qkv = layers.column_linear(y, self.qkv.to(y.dtype))
+        qkv = layers.column_linear(y, self.qkv.to(y.dtype), model.groups)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias.to(y.dtype)
         # A group has its queries, one key and one value.

@@ -117,7 +117,7 @@ def setting_of(name: str, ranks: int = RANKS) -> Setting:
         SPEC        tensor parallelism            SPEC-sp     with sequence parallelism
         SPEC-pp     pipeline parallelism          SPEC-cp     context parallelism
         SPEC-dp     data parallelism              SPEC-ddp    without the distributed optimizer
-        none-tp2    two uncompressed ranks
+        none-tp2    two uncompressed ranks; none-tp3: three
 
     ``SPEC,,SPEC`` has a second codec: of gradients that go back, or of data-parallel weights.
     Without it these are sent as the flags of a real run would have them.
@@ -154,8 +154,8 @@ def fields_of(part: str) -> tuple[str, dict[str, Any]]:
     Raises:
         CompressionConfigError: not a spec, or what is not simulated.
     """
-    if part == "none-tp2":
-        return "", {"world_size": 2}
+    if part in ("none-tp2", "none-tp3"):
+        return "", {"world_size": int(part[-1])}
     # Data parallelism has two endings; this one is longer than those of PAIRS.
     if part.endswith("-ddp"):
         return "-dp", data_parallel_fields(part, part.removesuffix("-ddp"), unsharded=True)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,13 @@ class Trainer:
         self.step = 0
         self._new_optimizer()
 
+    def start_from(self, weights: dict[str, torch.Tensor]) -> None:
+        """Begin with trained weights, by the names of the model's parameters, and a new
+        optimizer."""
+        self.model.load_state_dict(weights)
+        self.step = 0
+        self._new_optimizer()
+
     def _new_optimizer(self) -> None:
         # Matrices decay, biases and norms do not.
         matrices = []
@@ -144,10 +152,10 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
-    def run(
+    def train(
         self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None
     ) -> dict:
-        """Train under a setting, and evaluate.
+        """Train under a setting.
 
         Args:
             setting: what is compressed, and how.
@@ -156,7 +164,7 @@ class Trainer:
             save: checkpoints to write, by the step after which each is taken.
 
         Returns:
-            losses (of the steps), valid (the validation loss), valid_tokens and seconds_per_step.
+            losses (of the steps) and seconds_per_step.
         """
         assert not save or setting.weights == "none", "the fp32 weights would not be saved"
         schedule = self.schedule
@@ -175,11 +183,22 @@ class Trainer:
         # This waits for the device.
         rounded = [round(loss, 5) for loss in torch.stack(losses).tolist()]
         seconds = time.perf_counter() - began
+        return {"losses": rounded, "seconds_per_step": round(seconds / steps, 5)}
+
+    def run(
+        self, setting: Setting, steps: int, seed: int, save: dict[int, Path] | None = None
+    ) -> dict:
+        """Train under a setting, and evaluate under it; the arguments are those of ``train``.
+
+        Returns:
+            losses (of the steps), valid (the validation loss), valid_tokens and seconds_per_step.
+        """
+        trained = self.train(setting, steps, seed, save)
         return {
-            "losses": rounded,
+            "losses": trained["losses"],
             "valid": self.evaluate(setting),
-            "valid_tokens": self.batches * schedule.batch * self.corpus.sequence,
-            "seconds_per_step": round(seconds / steps, 5),
+            "valid_tokens": self.batches * self.schedule.batch * self.corpus.sequence,
+            "seconds_per_step": trained["seconds_per_step"],
         }
 
     def _train_step(self, ranks: DataParallel, windows: torch.Tensor) -> torch.Tensor:
@@ -206,15 +225,28 @@ class Trainer:
 
         The windows are the same whatever the run.
         """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for losses in self._validation(setting):
+            total += losses.double().mean()
+        return round(float(total) / self.batches, 6)
+
+    @torch.no_grad()
+    def sequence_losses(self, setting: Setting) -> np.ndarray:
+        """Return the mean loss of every validation window, fp64 [windows], as in ``evaluate``."""
+        means = []
+        for losses in self._validation(setting):
+            means.append(losses.double().view(-1, self.corpus.sequence).mean(dim=1))
+        return torch.cat(means).cpu().numpy()
+
+    def _validation(self, setting: Setting) -> Iterator[torch.Tensor]:
+        """Yield the tokens' losses of each batch of the validation windows."""
         layers.attach(Exchange(setting))
         self.model.use(setting)
         batch = self.schedule.batch
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(self.batches):
             windows = torch.arange(number * batch, (number + 1) * batch, device=self.device)
             ids, targets = self.corpus.take(self.corpus.valid, windows)
-            total += self.model(ids, targets).double().mean()
-        return round(float(total) / self.batches, 6)
+            yield self.model(ids, targets)
 
 
 def use_deterministic_kernels() -> None:

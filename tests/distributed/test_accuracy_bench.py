@@ -20,7 +20,15 @@ from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.settings import Setting
 from tests.distributed.spawn import spawned
 
-SPECS = ("taco", "int6", "int4:group=64,scales=single", "int5/int8", "sdp4bit", "tah-quant")
+SPECS = (
+    "taco",
+    "int6:outliers=on",
+    "int6",
+    "int4:group=64,scales=single",
+    "int5/int8",
+    "sdp4bit",
+    "tah-quant",
+)
 
 
 def _partials(world_size: int) -> torch.Tensor:
