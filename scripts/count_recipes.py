@@ -38,11 +38,13 @@ WITH_LATENT_ATTENTION = re.compile(
     r"deepseek-(v2|v3|r1)|kimi-k|moonlight|glm-5|glm_5", re.IGNORECASE
 )
 """Names of models with multi-latent attention."""
+WITHOUT_EXPERTS = re.compile(r"llama-3", re.IGNORECASE)
+"""Names of models whose recipes have graphs that would not go with experts."""
 
 
 def neutral_model(name: Any, *_: object, **__: object) -> mock.Mock:
-    """Stand in for ``AutoBridge.from_hf_pretrained``: a model with experts whose sizes fit every
-    codec."""
+    """Stand in for ``AutoBridge.from_hf_pretrained``: a model whose sizes fit every codec, with
+    experts."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.models.mla_provider import MLAModelProvider
 
@@ -54,7 +56,7 @@ def neutral_model(name: Any, *_: object, **__: object) -> mock.Mock:
         hidden_size=8192,
         num_attention_heads=64,
         vocab_size=128256,
-        num_moe_experts=128,
+        num_moe_experts=None if WITHOUT_EXPERTS.search(str(name)) else 128,
         moe_token_dispatcher_type="alltoall",
         add_bias_linear=False,
     )
@@ -88,6 +90,7 @@ def completed(cfg: Any) -> Any:
     if cfg.mixed_precision is not None:
         cfg.mixed_precision.finalize()
         cfg.mixed_precision.setup(cfg.model, cfg.optimizer, cfg.ddp)
+    _complete_graph_modules(getattr(cfg.model, "transformer", cfg.model))
     # As if on eight GPUs, which set-ups of overlap look at.
     cfg.data_parallel_size = 8
     if cfg.comm_overlap is not None:
@@ -95,6 +98,16 @@ def completed(cfg: Any) -> Any:
         cfg.comm_overlap.finalize()
         cfg.comm_overlap.setup(cfg.model, cfg.optimizer, cfg.ddp)
     return cfg
+
+
+def _complete_graph_modules(model: Any) -> None:
+    """Give a model's graphs the modules that megatron-core reads from older names of the field."""
+    from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
+
+    modules = getattr(model, "cuda_graph_scope", None)
+    if modules is None:
+        modules = getattr(model, "cuda_graph_modules", None)
+    model.cuda_graph_modules = normalize_cuda_graph_modules(modules)[0]
 
 
 def refusal(cfg: Any, dimension: str) -> str | None:

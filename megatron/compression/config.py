@@ -27,6 +27,7 @@ from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.dimension import DimensionConfig, documented
 from megatron.compression.errors import CompressionConfigError, SettingError, setting, spelled
+from megatron.compression.expert_parallel import flex
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.local_steps.config import LocalStepsConfig
 from megatron.compression.names import (
@@ -267,6 +268,26 @@ class CompressionConfig:
             "--tp-comm-overlap is switched off: its userbuffers send past the codecs. Leave it "
             "out to silence this line"
         ]
+
+    def replace_flex_dispatcher(self, settings: Any) -> list[str]:
+        """Have alltoall send experts' tokens where flex would send them past the codecs.
+
+        Args:
+            settings: Megatron's arguments, or the ``TransformerConfig`` of a model that is yet to
+                be built.
+
+        Returns: a line for the log if that was done, with references to settings.
+
+        Raises:
+            SettingError: settings that only flex has.
+        """
+        if not self.expert_parallel.enabled or not flex.sends_by_flex(settings):
+            return []
+        path = self.expert_parallel.path("compression")
+        flex.refuse_settings_of_flex(settings, path)
+        backend = flex.backend_of(settings)
+        flex.switch_to_alltoall(settings)
+        return [flex.switched(backend, path)]
 
     def describe(self, args: Namespace, names: Names | None = None) -> list[str]:
         """Describe for the log what is sent in which codec, and what has no effect here.

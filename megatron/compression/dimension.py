@@ -2,6 +2,7 @@
 model."""
 
 import math
+import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +39,9 @@ def documented(default: Any, text: str) -> Any:
 
 def print_on_first_rank(line: str) -> None:
     """Print a line on rank 0 of the job, or wherever there is no job."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    # Before the ranks know each other the launcher has told each of them its number.
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
         print(f" {line}", flush=True)
 
 

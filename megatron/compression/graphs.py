@@ -33,12 +33,17 @@ def by_layer(args: Namespace) -> bool:
     return args.cuda_graph_impl in ("local", "transformer_engine")
 
 
+def _modules(args: Namespace) -> set[str]:
+    """Return the names of the modules that graphs of layers hold; empty: whole layers."""
+    # Modules are enum members, or names.
+    return {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
+
+
 def _holds_experts(args: Namespace) -> bool:
     """Return whether a graph holds the exchange of experts' tokens."""
     if whole_iterations(args):
         return True
-    # Modules are enum members, or names; none is given for a graph of the whole layer.
-    modules = {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
+    modules = _modules(args)
     return by_layer(args) and (not modules or "moe" in modules)
 
 
@@ -72,6 +77,38 @@ def refuse_host_splits(args: Namespace, name: str) -> None:
         "captures the exchange of experts' tokens, whose sizes the host reads",
         f"{fix}, or drop {name}",
     )
+
+
+def refuse_host_counts(args: Namespace, name: str) -> None:
+    """Refuse a graph of moe_preprocess that would hold a count which alltoall reads on the host.
+
+    The flex dispatcher reads none there. megatron-core stops alltoall in the first forward, by an
+    assertion that names no setting.
+
+    Args:
+        args: Megatron's.
+        name: a reference to the setting that compresses tokens, and so needs alltoall.
+
+    Raises:
+        SettingError: how many tokens a rank sends is known on the device alone.
+    """
+    if not by_layer(args) or "moe_preprocess" not in _modules(args):
+        return
+    if args.moe_token_dispatcher_type == "allgather":
+        return
+    # Without these a rank sends --moe-router-topk times its tokens.
+    changing = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    if not args.moe_pad_expert_input_to_capacity:
+        changing += ("moe_expert_capacity_factor",)
+    for setting_name in changing:
+        if getattr(args, setting_name, None):
+            raise SettingError(
+                "args.cuda_graph_modules",
+                "moe_preprocess",
+                f"captures how many tokens a rank sends, which alltoall reads on the host with "
+                f"{argument(setting_name)}",
+                f"drop one of the two, or {name}",
+            )
 
 
 def refuse_by_layer(args: Namespace, name: str, reason: str) -> None:

@@ -1,6 +1,7 @@
 """A tiny run of Megatron-Bridge on CPU processes.
 
-The recipe is that of examples/bridge.py, with torch-native layers in place of Transformer Engine's.
+The recipe is that of examples/bridge.py, or with ``--qwen3-experts`` one of Megatron-Bridge's own
+whose container names the flex dispatcher. Torch-native layers stand in for Transformer Engine's.
 """
 
 import argparse
@@ -37,6 +38,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layout", type=json.loads, default={}, help="of examples.bridge.config")
     parser.add_argument("--attach", type=json.loads, default={}, help="of bridge.attach")
     parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument(
+        "--qwen3-experts",
+        action="store_true",
+        help="the recipe of Qwen3-30B-A3B, with the sizes of a tiny checkpoint",
+    )
     parser.add_argument("--folder", help="of checkpoints and TensorBoard's events")
     parser.add_argument(
         "--from-iteration", type=int, help="go on from this checkpoint, and save nothing"
@@ -46,7 +52,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def tiny_config(arguments: argparse.Namespace):
     """Return the recipe's configuration with a tiny model, on CPU processes over gloo."""
-    cfg = config(**arguments.layout, iterations=arguments.iterations)
+    if arguments.qwen3_experts:
+        cfg = qwen3_experts(**arguments.layout, iterations=arguments.iterations)
+    else:
+        cfg = config(**arguments.layout, iterations=arguments.iterations)
     shrink(cfg.model)
     cfg.model.seq_length = 32
     cfg.dataset.seq_length = 32
@@ -62,6 +71,57 @@ def tiny_config(arguments: argparse.Namespace):
         cfg.checkpoint.save = None if arguments.from_iteration else arguments.folder
         cfg.checkpoint.ckpt_step = arguments.from_iteration
         cfg.logger.tensorboard_dir = f"{arguments.folder}/events"
+    return cfg
+
+
+def qwen3_experts(expert: int, iterations: int):
+    """Return Megatron-Bridge's recipe of Qwen3-30B-A3B as the package makes it, but for its length,
+    its layout and the tokenizer, which would be downloaded.
+
+    Args:
+        expert: expert-parallel size; every other kind of parallelism has one rank.
+        iterations: length of the training.
+    """
+    from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+    from megatron.bridge.recipes.qwen.h100.qwen3_moe import (
+        qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config,
+    )
+    from megatron.core.transformer.enums import AttnBackend
+    from transformers import Qwen3MoeConfig
+
+    checkpoint = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=128,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    AutoBridge.from_hf_pretrained = staticmethod(
+        lambda *_, **__: AutoBridge.from_hf_config(checkpoint)
+    )
+    cfg = qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config()
+    model = cfg.model
+    model.tensor_model_parallel_size = 1
+    model.sequence_parallel = False
+    model.pipeline_model_parallel_size = 1
+    model.expert_model_parallel_size = expert
+    # These are for Transformer Engine's layers, or for a GPU.
+    model.attention_backend = AttnBackend.auto
+    model.moe_permute_fusion = False
+    model.recompute_granularity = None
+    model.recompute_method = None
+    model.recompute_num_layers = None
+    cfg.tokenizer.tokenizer_type = "NullTokenizer"
+    cfg.tokenizer.tokenizer_model = None
+    cfg.train.train_iters = iterations
+    cfg.scheduler.lr_warmup_iters = 2
+    cfg.scheduler.lr_decay_iters = iterations
+    cfg.validation.eval_iters = 0
+    cfg.logger.tensorboard_dir = None
+    cfg.checkpoint.save = None
+    cfg.checkpoint.load = None
     return cfg
 
 
@@ -89,6 +149,7 @@ def main() -> None:
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
     setup.set_jit_fusion_options = lambda *_: None
     losses = []
+    dispatcher_of_recipe = cfg.model.moe_token_dispatcher_type
     callback = bridge.attach(cfg, **arguments.attach)
     end = callback.on_train_step_end
 
@@ -101,6 +162,7 @@ def main() -> None:
     row = {
         "rank": int(os.environ["RANK"]),
         "losses": losses,
+        "dispatchers": [dispatcher_of_recipe, cfg.model.moe_token_dispatcher_type],
         "ledger": callback.compression.ledger.rows(),
     }
     print("RESULT", json.dumps(row), flush=True)

@@ -175,14 +175,17 @@ def run(ranks: int, **options) -> list[dict]:
 
     Args:
         ranks: number of ranks.
-        options: of bridge_run.py, by name.
+        options: of bridge_run.py, by name; True for a switch.
 
     Returns:
-        By rank the losses of each iteration and the ledger.
+        By rank the losses of each iteration, the dispatcher before and after ``attach``, and the
+        ledger.
     """
     flags = []
     for name, value in options.items():
-        flags += [f"--{name.replace('_', '-')}", value]
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(value)
     env = {
         "PYTHONPATH": os.pathsep.join((str(REPO), os.environ[FOLDERS])),
         "HF_HUB_OFFLINE": "1",
@@ -238,3 +241,15 @@ def test_pretrain_of_experts_compresses_tokens_and_gradients() -> None:
     rows = run(2, layout=json.dumps(dict(expert=2)), attach=attach)
     channels = {"ep.forward", "ep.backward", "dp.gradient", "dp.weight"}
     assert channels <= compressed_channels(rows)
+
+
+@REAL
+def test_recipe_of_experts_that_names_flex_trains_by_alltoall() -> None:
+    """The package's recipe of Qwen3-30B-A3B, whose container names the flex dispatcher."""
+    attach = json.dumps(dict(ep="int8:group=64", min_mb=0))
+    rows = run(2, qwen3_experts=True, layout=json.dumps(dict(expert=2)), attach=attach)
+    assert {"ep.forward", "ep.backward"} <= compressed_channels(rows)
+    for rank in rows:
+        assert rank["dispatchers"] == ["flex", "alltoall"]
+        losses = [iteration["lm loss"] for iteration in rank["losses"]]
+        assert losses[-1] < losses[0]

@@ -287,3 +287,59 @@ def test_ranks_with_sequences_of_different_lengths_decide_alike(min_mb: float, k
     for uncompressed, identity, kinds in spawn(lengths_worker, 2, min_mb, timeout=30):
         assert identity == uncompressed
         assert kinds == {kind}
+
+
+FLEX = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep")
+
+
+def flex_worker(rank: int, world_size: int) -> dict:
+    """A model that was built with the flex dispatcher: losses and gradients by codec, and what was
+    logged."""
+    from megatron.core import parallel_state
+
+    from megatron.compression import CompressionConfig, attach
+    from megatron.compression.errors import SettingError
+    from megatron.compression.expert_parallel.config import ExpertParallelConfig
+    from tests.distributed import deep_ep_stand_in
+
+    deep_ep_stand_in.install()
+    parallel_state.initialize_model_parallel(
+        1, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    settings = SHARED | dict(moe_shared_expert_overlap=True)
+    alltoall_loss, exact = _pass(_build((1, 1, 2), settings), rank, few=False)
+    results: dict = {"alltoall": alltoall_loss}
+    for codec in CODECS:
+        lines: list[str] = []
+        model = _build((1, 1, 2), settings | FLEX)
+        config = CompressionConfig(expert_parallel=ExpertParallelConfig(compression=codec))
+        attach([model], config, log=lines.append)
+        loss, gradients = _pass(model, rank, few=False)
+        (dispatcher,) = {
+            type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers
+        }
+        # Flex sums a rank's experts in another order than alltoall.
+        error = _error(gradients, exact, "int8" if codec == "none" else codec)
+        results[codec] = loss, error, dispatcher, [line for line in lines if "flex" in line]
+    model = _build((1, 1, 2), settings | FLEX)
+    model.config.moe_expert_rank_capacity_factor = 1.5
+    try:
+        attach([model], config, log=lambda line: None)
+    except SettingError as error:
+        results["refusal"] = str(error)
+    return results
+
+
+def test_a_model_that_was_built_with_flex_gets_alltoall() -> None:
+    """Only where its tokens are compressed; the identity codec then gives the bits of alltoall."""
+    for rank in spawn(flex_worker, 2):
+        alltoall = rank["alltoall"]
+        loss, error, dispatcher, lines = rank["none"]
+        assert (dispatcher, lines) == ("MoEFlexTokenDispatcher", [])
+        assert loss == pytest.approx(alltoall, rel=1e-5) and error < 1e-5
+        loss, error, dispatcher, lines = rank["identity"]
+        assert (loss, error, dispatcher) == (alltoall, 0, "CompressedAlltoAllTokenDispatcher")
+        (line,) = lines
+        assert "the flex dispatcher (deepep) is switched to alltoall" in line
+        assert 0 < rank[INT8][1] < 0.05
+        assert "works with the flex dispatcher alone" in rank["refusal"]

@@ -23,10 +23,12 @@ def container(model_config: bool = False, **changes) -> SimpleNamespace:
             **dict(
                 expert_model_parallel_size=1, expert_tensor_parallel_size=None, num_moe_experts=None
             ),
-            **dict(sequence_parallel=True, cuda_graph_impl="none", bf16=True, fp16=False),
+            **dict(sequence_parallel=True, bf16=True, fp16=False),
+            **dict(cuda_graph_impl="none", cuda_graph_modules=[]),
             **dict(
                 moe_token_dispatcher_type="alltoall",
                 moe_latent_size=None,
+                moe_pad_expert_input_to_capacity=False,
                 multi_latent_attention=False,
             ),
             **dict(tp_comm_overlap=False, moe_flex_dispatcher_backend="deepep"),
@@ -129,6 +131,48 @@ def test_userbuffers_are_switched_off_before_they_are_made(capsys) -> None:
     cfg.model.tp_comm_overlap = True
     with pytest.raises(CompressionConfigError, match=r"^cfg.model.tp_comm_overlap was set after"):
         bridge.check(cfg, config)
+
+
+FLEX = dict(
+    model__moe_token_dispatcher_type="flex",
+    model__moe_flex_dispatcher_backend="hybridep",
+    model__num_moe_experts=8,
+    model__expert_model_parallel_size=2,
+)
+"""A container whose tokens the flex dispatcher sends, as most recipes with experts have it."""
+
+
+@pytest.mark.parametrize("model_config", [False, True], ids=["provider", "ModelConfig"])
+def test_alltoall_takes_the_place_of_flex_before_the_model_is_built(model_config, capsys) -> None:
+    """Later the container completes itself and refuses flex where its package is missing."""
+    cfg = container(model_config, **FLEX)
+    callback = bridge.attach(cfg, ep="int8")
+    model = getattr(cfg.model, "transformer", cfg.model)
+    assert model.moe_token_dispatcher_type == "alltoall"
+    line = "cfg.model.moe_token_dispatcher_type flex (hybridep) is switched to alltoall"
+    output = capsys.readouterr().out
+    assert output.count(line) == 1
+    assert "Drop ep to keep flex" in output
+    config, settings, _ = bridge.check(cfg, callback.config)
+    assert "tokens to experts and back as int8" in config.describe(settings)[0]
+
+
+def test_flex_stays_where_tokens_are_not_compressed(capsys) -> None:
+    cfg = container(**FLEX)
+    bridge.attach(cfg, tp="int8")
+    assert cfg.model.moe_token_dispatcher_type == "flex"
+    assert not capsys.readouterr().out
+
+
+def test_settings_of_flex_alone_are_refused_by_name() -> None:
+    cfg = container(**FLEX, model__moe_expert_rank_capacity_factor=1.5, model__moe_paged_stash=True)
+    message = (
+        r"^cfg.model.moe_expert_rank_capacity_factor 1.5 works with the flex dispatcher alone, and "
+        r"ep sends tokens by alltoall; drop cfg.model.moe_expert_rank_capacity_factor and "
+        r"cfg.model.moe_paged_stash, or drop ep$"
+    )
+    with pytest.raises(CompressionConfigError, match=message):
+        bridge.attach(cfg, ep="int8")
 
 
 def test_another_container_is_refused_when_training_starts() -> None:

@@ -5,6 +5,7 @@ import pytest
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.flags import resolve
+from megatron.compression.names import FLAG_NAMES
 from tests.unit.megatron_args import EXPERTS, parsed
 
 
@@ -35,14 +36,52 @@ def test_the_first_compressed_iteration_is_in_the_rules() -> None:
     assert ExpertParallelConfig().rules(3)["ep.forward"].start_iteration == 3
 
 
+PREPROCESS_GRAPH = {
+    "moe_token_dispatcher_type": "flex",
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": ["attn", "moe_router", "moe_preprocess"],
+}
+"""Graphs of layers that leave out the exchange, and hold what precedes it."""
+
+
+def test_a_graph_of_what_precedes_the_exchange_is_accepted() -> None:
+    resolved("--ep-compression", "int8", **PREPROCESS_GRAPH)
+    padded = {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}
+    resolved("--ep-compression", "int8", **PREPROCESS_GRAPH, **padded)
+
+
 @pytest.mark.parametrize(
     ("flags", "megatron", "message"),
     [
         ("int8", {"num_experts": None}, "--ep-compression given, but the model has no experts"),
         (
             "int8",
-            {"moe_token_dispatcher_type": "flex"},
-            r"flex \(deepep\) sends tokens inside its kernels",
+            {"moe_token_dispatcher_type": "flex", "moe_expert_rank_capacity_factor": 1.5},
+            "^--moe-expert-rank-capacity-factor 1.5 works with the flex dispatcher alone, and "
+            "--ep-compression sends tokens by alltoall; drop --moe-expert-rank-capacity-factor, or "
+            "drop --ep-compression$",
+        ),
+        (
+            "int8",
+            {"moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash": True},
+            "drop --moe-expert-rank-capacity-factor and --moe-paged-stash, or drop",
+        ),
+        ("int8", {"moe_dispatch_fwd_dtype": "mxfp8"}, "^--moe-dispatch-fwd-dtype mxfp8 shortens"),
+        (
+            "int8",
+            {"moe_token_dispatcher_type": "flex", "cuda_graph_impl": "full_iteration"},
+            "captures the exchange of experts' tokens, whose sizes the host reads",
+        ),
+        (
+            "int8",
+            {**PREPROCESS_GRAPH, "moe_router_padding_for_quantization": True},
+            "^--cuda-graph-modules moe_preprocess captures how many tokens a rank sends, which "
+            "alltoall reads on the host with --moe-router-padding-for-quantization; drop one",
+        ),
+        (
+            "int8",
+            {**PREPROCESS_GRAPH, "moe_expert_capacity_factor": 1.5},
+            "^--cuda-graph-modules moe_preprocess .* with --moe-expert-capacity-factor",
         ),
         ("int8:group=256", {"hidden_size": 128}, "encodes 256 values together, .* a token's 128"),
         ("int8", {"moe_latent_size": 64}, "a token's 64: use int8:group=64"),
@@ -58,6 +97,50 @@ def test_what_cannot_be_encoded_is_refused(flags: str, megatron: dict, message: 
     """The error names the flag and the reason; nothing travels uncompressed unsaid."""
     with pytest.raises(CompressionConfigError, match=message):
         resolved("--ep-compression", *flags.split(), **megatron)
+
+
+FLEX = {"moe_token_dispatcher_type": "flex"}
+
+
+class TestFlexDispatcher:
+    """It gives way to alltoall where tokens are compressed."""
+
+    @pytest.mark.parametrize("backend", ["deepep", "hybridep", "ncclep"])
+    def test_alltoall_takes_its_place_and_a_line_says_so(self, backend: str) -> None:
+        flex = FLEX | {"moe_flex_dispatcher_backend": backend, "moe_enable_deepep": True}
+        config, args = resolved("--ep-compression", "int8", **flex)
+        (line,) = config.replace_flex_dispatcher(args)
+        assert FLAG_NAMES.resolve(line) == (
+            f"--moe-token-dispatcher-type flex ({backend}) is switched to alltoall: {backend} "
+            "sends tokens inside its kernels, past --ep-compression. Drop --ep-compression to keep "
+            "flex"
+        )
+        assert args.moe_token_dispatcher_type == "alltoall"
+        # What megatron-core refuses beside alltoall.
+        assert args.moe_flex_dispatcher_backend == "deepep"
+        assert not args.moe_enable_deepep
+        assert not config.replace_flex_dispatcher(args), "it is said once"
+
+    @pytest.mark.parametrize(
+        ("flags", "megatron"),
+        [
+            ("--tp-compression int8", {}),
+            ("--ep-compression none", {}),
+            ("--ep-compression int8", {"expert_model_parallel_size": 1}),
+        ],
+        ids=["other traffic", "uncompressed", "one rank has all experts"],
+    )
+    def test_it_stays_where_nothing_of_it_is_compressed(self, flags: str, megatron: dict) -> None:
+        megatron = FLEX | {"tensor_model_parallel_size": 2} | megatron
+        config, args = resolved(*flags.split(), **megatron)
+        assert not config.replace_flex_dispatcher(args)
+        assert args.moe_token_dispatcher_type == "flex"
+
+    def test_experts_of_one_rank_are_said_to_send_nothing(self) -> None:
+        """Ranks that share an expert are tensor parallelism's, as with alltoall."""
+        one_rank = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 2}
+        config, args = resolved("--ep-compression", "int8", **FLEX | one_rank)
+        assert "has no effect here" in config.describe(args)[0]
 
 
 class TestLog:

@@ -76,6 +76,34 @@ def test_help_shows_one_value_or_two(parser, capsys):
     assert "[BACKWARD ...]" not in text and "[WEIGHTS ...]" not in text
 
 
+@pytest.mark.parametrize("flags", ["--ep-compression int8:group=64", "--tp-compression int8"])
+def test_flex_is_switched_to_alltoall_where_tokens_are_compressed(
+    parser, monkeypatch, flags
+) -> None:
+    """Megatron makes the model's config of the changed arguments, and accepts it."""
+    words = """--transformer-impl transformer_engine --expert-model-parallel-size 2
+        --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type flex --disable-bias-linear
+        --moe-flex-dispatcher-backend ncclep --swiglu --no-rope-fusion --num-layers 2 --hidden-size 64
+        --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 4 --bf16"""
+    args = parser.parse_args(f"{words} {flags}".split())
+    args.params_dtype = torch.bfloat16
+    args.data_parallel_size = 2
+    args.ffn_hidden_size = 256
+    args.kv_channels = 16
+    monkeypatch.setattr(enable, "LOG", loop.Log())
+    monkeypatch.setattr(enable.host, "is_active", lambda: False)
+    enable.adapt_arguments(args)
+    switched = "--moe-token-dispatcher-type flex (ncclep) is switched to alltoall"
+    lines = [line for line in enable.LOG._lines if line.startswith(switched)]
+    if "--ep-compression" in flags:
+        assert len(lines) == 1
+        config = core_transformer_config_from_args(args)
+        assert config.moe_token_dispatcher_type == "alltoall"
+    else:
+        assert not lines
+        assert args.moe_token_dispatcher_type == "flex"
+
+
 @pytest.mark.parametrize(
     "flags", ["--taco", "--tp-compression none int8", "--compression auto", ""]
 )

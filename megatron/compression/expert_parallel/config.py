@@ -10,7 +10,8 @@ from typing import ClassVar
 from megatron.compression.communication.collectives import why_not_rows
 from megatron.compression.dimension import SentOnce, documented
 from megatron.compression.errors import SettingError, argument, setting
-from megatron.compression.graphs import refuse_host_splits
+from megatron.compression.expert_parallel.flex import FLEX, refuse_settings_of_flex
+from megatron.compression.graphs import refuse_host_counts, refuse_host_splits
 from megatron.compression.names import PARALLELISMS, Parallelism
 
 
@@ -43,7 +44,9 @@ class ExpertParallelConfig(SentOnce):
         dispatcher those with other parts of the same experts as well."""
         if args.num_experts is None:
             return 1
-        if args.moe_token_dispatcher_type == "alltoall":
+        # What flex sends between ranks that share an expert is tensor parallelism's once it is
+        # switched to alltoall.
+        if args.moe_token_dispatcher_type in ("alltoall", FLEX):
             return args.expert_model_parallel_size
         # Before Megatron has checked its arguments the first is None.
         sharing = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
@@ -60,14 +63,8 @@ class ExpertParallelConfig(SentOnce):
                 "given, but the model has no experts",
                 f"add {argument('num_experts')}, or drop it",
             )
-        dispatcher = args.moe_token_dispatcher_type
-        if dispatcher == "flex":
-            raise SettingError(
-                "args.moe_token_dispatcher_type",
-                f"flex ({args.moe_flex_dispatcher_backend})",
-                f"sends tokens inside its kernels, past torch.distributed and {flag}",
-                "use alltoall or allgather, or drop it",
-            )
+        if args.expert_model_parallel_size > 1:
+            refuse_settings_of_flex(args, self.path("compression"))
         # From megatron-core 0.20 on: a dispatcher that shortens messages itself.
         for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
             dtype = getattr(args, name, "bf16")
@@ -80,6 +77,8 @@ class ExpertParallelConfig(SentOnce):
                 )
         # The all-to-all has as many tokens as the router says, which no graph can hold.
         refuse_host_splits(args, flag)
+        if args.expert_model_parallel_size > 1:
+            refuse_host_counts(args, flag)
         # A token is a row: a codec has to fit the row's number of values.
         values = args.moe_latent_size or args.hidden_size
         for name, codec in (("compression", self.forward_codec), ("backward", self.backward_codec)):

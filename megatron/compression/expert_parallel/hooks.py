@@ -1,6 +1,7 @@
 """Puts the exchange of tokens into a built model: every expert layer's dispatcher gets its
 sites."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
     MoETokenDispatcher,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -16,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.compression.communication.site import Run, enclosing_layer, layer_name, site_name
 from megatron.compression.dimension import Dimension
 from megatron.compression.errors import SettingError
+from megatron.compression.expert_parallel import flex
 from megatron.compression.expert_parallel.exchange import (
     OTHER,
     SHARED_EXPERTS,
@@ -38,6 +41,8 @@ class ExpertParallel(Dimension):
     it."""
 
     def attach(self, chunks: list[torch.nn.Module]) -> None:
+        if self.config.enabled:
+            self._replace_flex_dispatchers(chunks)
         groups = [group for chunk in chunks for group in self._attach_chunk(chunk)]
         if self.config.enabled:
             lines = self.run.transports.prepare(dict.fromkeys(groups), fused=False)
@@ -54,6 +59,9 @@ class ExpertParallel(Dimension):
                     continue
                 dispatcher: MoETokenDispatcher = module.token_dispatcher
                 several = dispatcher.ep_size * dispatcher.tp_size > 1
+                if isinstance(dispatcher, MoEFlexTokenDispatcher):
+                    # Another one takes its place where experts' ranks send each other tokens.
+                    continue
                 if several and _compressed_class(type(dispatcher)) is None:
                     return (
                         f"{path}: {type(dispatcher).__name__} sends in a way of its own; "
@@ -61,6 +69,40 @@ class ExpertParallel(Dimension):
                         "or drop --ep-compression"
                     )
         return None
+
+    def _replace_flex_dispatchers(self, chunks: list[torch.nn.Module]) -> None:
+        """Give layers that were built with flex dispatchers of alltoall, and log it.
+
+        Front ends that see the settings first have switched them, and nothing is left to do here.
+
+        Raises:
+            SettingError: settings of a layer that flex alone has.
+        """
+        layers = [
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, MoELayer)
+            and isinstance(module.token_dispatcher, MoEFlexTokenDispatcher)
+            and module.token_dispatcher.ep_size > 1
+        ]
+        if not layers:
+            return
+        for layer in layers:
+            flex.refuse_settings_of_flex(layer.config, self.config.path("compression"))
+        backend = flex.backend_of(layers[0].config)
+        # Schedules and experts read the dispatcher's type from the config of their own module.
+        for chunk in chunks:
+            for module in chunk.modules():
+                config = getattr(module, "config", None)
+                if getattr(config, "moe_token_dispatcher_type", None) == flex.FLEX:
+                    flex.switch_to_alltoall(config)
+        for layer in layers:
+            layer.token_dispatcher = _alltoall_in_place_of(layer)
+        self.log(
+            f"compression: experts: the flex dispatcher ({backend}) is switched to alltoall, since "
+            "it sends tokens inside its kernels. Leave experts uncompressed to keep flex"
+        )
 
     def _attach_chunk(self, chunk: torch.nn.Module) -> Iterator[dist.ProcessGroup]:
         """Attach the expert layers of a chunk, and yield the groups over which they send tokens."""
@@ -117,6 +159,22 @@ class ExpertParallel(Dimension):
                 sites[group] = TokenSite(name + SHARED_EXPERTS, group, self.run, layer, "tp")
         # Ranks that are alone in a group send nothing.
         return {group: site for group, site in sites.items() if group.size() > 1}
+
+
+def _alltoall_in_place_of(layer: MoELayer) -> MoEAlltoAllTokenDispatcher:
+    """Return a dispatcher of alltoall over the groups of a layer's own one."""
+    replaced = layer.token_dispatcher
+    groups = Namespace(ep=replaced.ep_group, expt_tp=replaced.tp_group, tp_ep=replaced.tp_ep_group)
+    dispatcher = MoEAlltoAllTokenDispatcher(
+        layer.num_local_experts,
+        layer.local_expert_indices,
+        config=layer.config,
+        pg_collection=groups,
+    )
+    # Shared experts that run while tokens travel are started by the dispatcher.
+    if replaced.shared_experts is not None:
+        dispatcher.set_shared_experts(replaced.shared_experts)
+    return dispatcher
 
 
 _routing: list[Run] = []

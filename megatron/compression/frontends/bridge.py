@@ -125,6 +125,7 @@ def attach(
         )
     # Before the model is built, which makes the buffers.
     _disable_user_buffers(cfg, config)
+    _replace_flex_dispatcher(cfg, config)
     gaps.use_shipped_helpers()
     gaps.make_torch_optimizers_resumable()
     return BridgeCompression(cfg, config)
@@ -148,6 +149,20 @@ def _disable_user_buffers(cfg: Any, config: CompressionConfig) -> None:
             lines.update(dict.fromkeys(config.disable_user_buffers(owner)))
     for line in lines:
         print_on_first_rank(f"compression: {line}")
+
+
+def _replace_flex_dispatcher(cfg: Any, config: CompressionConfig) -> None:
+    """Have alltoall send tokens that are to be compressed, before the model is built.
+
+    Raises:
+        SettingError: the container has settings of the flex dispatcher alone.
+    """
+    model = getattr(cfg.model, "transformer", cfg.model)
+    # The container is not complete yet, so its fields are not looked up: these are a model's.
+    names = Names(NAMES.settings, {name: f"cfg.model.{name}" for name in vars(model)})
+    with spelled(names):
+        for line in config.replace_flex_dispatcher(model):
+            print_on_first_rank(f"compression: {names.resolve(line)}")
 
 
 def megatron_settings(cfg: Any) -> tuple[Namespace, dict[str, str]]:

@@ -14,7 +14,9 @@ from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from megatron import host
 from megatron.compression import flags, megatron_checks  # noqa: F401  (the second explains errors)
 from megatron.compression.auto.automatic import Automatic
+from megatron.compression.config import names_on_command_line
 from megatron.compression.errors import InputError, OneLineParser, end_with_one_line
+from megatron.compression.expert_parallel.flex import sends_by_flex
 from megatron.compression.frontends.megatron_lm import (
     checkpoints,  # noqa: F401  (it explains errors)
     checks,
@@ -71,6 +73,9 @@ def adapt_arguments(args: Namespace) -> None:
     lines += missing_extension_overrides(args) + apply_native_defaults(args, sys.argv)
     if getattr(args, "tp_comm_overlap", False):
         lines += flags.resolve(args).disable_user_buffers(args)
+    if args.num_experts is not None and sends_by_flex(args):
+        names = names_on_command_line(args)
+        lines += map(names.resolve, flags.resolve(args).replace_flex_dispatcher(args))
     LOG.keep()
     for line in lines:
         LOG(line)
