@@ -281,13 +281,21 @@ class CompressionConfig:
         Raises:
             SettingError: settings that only flex has.
         """
-        if not self.expert_parallel.enabled or not flex.sends_by_flex(settings):
+        if not flex.sends_by_flex(settings):
             return []
         path = self.expert_parallel.path("compression")
-        flex.refuse_settings_of_flex(settings, path)
         backend = flex.backend_of(settings)
-        flex.switch_to_alltoall(settings)
-        return [flex.switched(backend, path)]
+        if self.expert_parallel.enabled:
+            flex.refuse_settings_of_flex(settings, path)
+            flex.switch_to_alltoall(settings)
+            return [flex.switched(backend, path)]
+        # --compression auto times both where flex runs (auto/dispatchers.py), and leaves a run
+        # alone whose settings need flex.
+        undecided = "expert_parallel" in self.auto and not flex.has_settings_of_its_own(settings)
+        if undecided and not flex.can_run(backend):
+            flex.switch_to_alltoall(settings)
+            return [flex.not_compared(backend)]
+        return []
 
     def describe(self, args: Namespace, names: Names | None = None) -> list[str]:
         """Describe for the log what is sent in which codec, and what has no effect here.

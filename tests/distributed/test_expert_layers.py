@@ -1,6 +1,7 @@
 """One forward and backward of a small mixture of experts, in every layout: gradients and bytes."""
 
 import gc
+from argparse import Namespace
 
 import pytest
 import torch
@@ -322,6 +323,7 @@ def flex_worker(rank: int, world_size: int) -> dict:
         error = _error(gradients, exact, "int8" if codec == "none" else codec)
         results[codec] = loss, error, dispatcher, [line for line in lines if "flex" in line]
     model = _build((1, 1, 2), settings | FLEX)
+    results["comparison"] = _compare_dispatchers(model)
     model.config.moe_expert_rank_capacity_factor = 1.5
     try:
         attach([model], config, log=lambda line: None)
@@ -330,9 +332,28 @@ def flex_worker(rank: int, world_size: int) -> dict:
     return results
 
 
-def test_a_model_that_was_built_with_flex_gets_alltoall() -> None:
+def _compare_dispatchers(model) -> tuple[float, float]:
+    """Return the seconds of a layer's tokens by flex and by alltoall, as auto times them."""
+    from megatron.compression.auto.dispatchers import compare_dispatchers
+    from megatron.compression.auto.stopwatch import Stopwatch
+
+    args = Namespace(
+        **dict(seq_length=16, context_parallel_size=1, micro_batch_size=2, hidden_size=HIDDEN),
+        **dict(sequence_parallel=False, tensor_model_parallel_size=1, params_dtype=torch.float32),
+        **dict(moe_latent_size=None, moe_flex_dispatcher_backend="deepep"),
+        **dict(num_experts=EXPERTS["num_moe_experts"], moe_router_topk=EXPERTS["moe_router_topk"]),
+    )
+    comparison = compare_dispatchers(args, [model], Stopwatch())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return comparison.by_flex, comparison.by_alltoall
+
+
+flex_ranks = spawned(flex_worker, 2)
+
+
+def test_a_model_that_was_built_with_flex_gets_alltoall(flex_ranks: list[dict]) -> None:
     """Only where its tokens are compressed; the identity codec then gives the bits of alltoall."""
-    for rank in spawn(flex_worker, 2):
+    for rank in flex_ranks:
         alltoall = rank["alltoall"]
         loss, error, dispatcher, lines = rank["none"]
         assert (dispatcher, lines) == ("MoEFlexTokenDispatcher", [])
@@ -343,3 +364,10 @@ def test_a_model_that_was_built_with_flex_gets_alltoall() -> None:
         assert "the flex dispatcher (deepep) is switched to alltoall" in line
         assert 0 < rank[INT8][1] < 0.05
         assert "works with the flex dispatcher alone" in rank["refusal"]
+
+
+def test_auto_times_flex_against_alltoall(flex_ranks: list[dict]) -> None:
+    """All ranks have the slowest one's time, and so come to one decision."""
+    first, second = (rank["comparison"] for rank in flex_ranks)
+    assert first == second
+    assert min(first) > 0

@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.compression import CompressionConfig, CompressionConfigError, Session, attach
 from megatron.compression.auto import plan
+from megatron.compression.auto.dispatchers import Comparison, may_leave_flex
 from megatron.compression.auto.measurement import Candidates, Measurement, decided_config
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.plan import DimensionPlan, RunPlan, choose
 from megatron.compression.codecs.recipes import RECIPES
 from megatron.compression.flags import resolve
+from megatron.compression.names import FLAG_NAMES
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from tests.unit.megatron_args import EXPERTS, experts, megatron, parsed
 
@@ -95,7 +98,13 @@ class SlowStopwatch:
 
 
 def measurement(
-    args, config, messages=(), watch=None, not_attachable=None, kind=Measurement
+    args,
+    config,
+    messages=(),
+    watch=None,
+    not_attachable=None,
+    kind=Measurement,
+    cost_of_alltoall=0.0,
 ) -> Measurement:
     """Return a measurement of messages that nobody sends.
 
@@ -106,13 +115,14 @@ def measurement(
         watch: the stopwatch; None: everything takes no time, and 1 s has passed.
         not_attachable: by dimension, why a model's layers cannot be compressed.
         kind: the class.
+        cost_of_alltoall: seconds by which alltoall is slower than flex, in an iteration.
     """
     sender = Namespace(
         prepare=lambda *_: [], sends=lambda _, rule=None: rule, describe=lambda *_: ""
     )
     watch = watch or Namespace(elapsed=lambda: 1.0, seconds=lambda *_: 0.0, not_captured=set())
     work = Workload(1.0, tuple(messages))
-    return kind(args, config, work, sender, watch, not_attachable or {})
+    return kind(args, config, work, sender, watch, not_attachable or {}, cost_of_alltoall)
 
 
 def decided_in_time(
@@ -186,18 +196,80 @@ def plans_of_a_run_that_cannot_be_compressed() -> tuple[DimensionPlan, ...]:
 
     The budget is zero: the reason is that they are not possible, not that they cost too much.
     """
-    settings = {"moe_token_dispatcher_type": "flex", "transformer_impl": "transformer_engine"}
+    settings = {
+        "moe_token_dispatcher_type": "flex",
+        "moe_expert_rank_capacity_factor": 1.5,
+        "transformer_impl": "transformer_engine",
+    }
     args = parsed("--compression", "auto", **{**USED, **settings})
     return measurement(args, resolve(args)).decide(0.0).dimensions
 
 
-def test_tokens_of_the_flex_dispatcher_are_not_possible():
+def test_tokens_of_a_run_that_needs_the_flex_dispatcher_are_not_possible():
     expert_parallel, _ = plans_of_a_run_that_cannot_be_compressed()
     assert expert_parallel.dimension == "expert_parallel"
     assert expert_parallel.name == "none"
     assert expert_parallel.link == "not timed"
-    reason = "not possible: --moe-token-dispatcher-type flex (deepep) sends tokens"
+    reason = "not possible: --moe-expert-rank-capacity-factor 1.5 works with the flex dispatcher"
     assert reason in expert_parallel.reason
+
+
+FLEX = {
+    "moe_token_dispatcher_type": "flex",
+    "expert_model_parallel_size": 2,
+    "num_experts": 8,
+}
+
+
+def test_flex_that_cannot_run_here_is_switched_and_not_compared():
+    """A run would stop when the model is built: DeepEP is not installed with this project."""
+    args = parsed("--compression", "auto", **{**USED, **FLEX})
+    (line,) = resolve(args).replace_flex_dispatcher(args)
+    assert FLAG_NAMES.resolve(line) == (
+        "--moe-token-dispatcher-type flex (deepep) is switched to alltoall: deepep is not installed "
+        "here, so --compression auto has not compared the two"
+    )
+    assert args.moe_token_dispatcher_type == "alltoall"
+
+
+def test_flex_that_can_run_stays_until_it_is_compared(monkeypatch):
+    monkeypatch.setattr(token_dispatcher, "fused_dispatch", object())
+    args = parsed("--compression", "auto", **{**USED, **FLEX})
+    config = resolve(args)
+    assert not config.replace_flex_dispatcher(args)
+    assert args.moe_token_dispatcher_type == "flex"
+    assert may_leave_flex(args, config)
+    args.moe_expert_rank_capacity_factor = 1.5
+    assert not may_leave_flex(args, config)
+
+
+@pytest.mark.parametrize(("cost", "chosen"), [(0.0, True), (0.4, True), (0.6, False), (-1.0, True)])
+def test_a_codec_has_to_gain_more_than_leaving_flex_costs(cost, chosen):
+    """An uncompressed message takes 1 s and a compressed one 0.5 s."""
+    message = MessageKind(
+        "expert_parallel", "expert_parallel", "all_reduce", (4,), torch.float32, 1.0
+    )
+    run = measurement(
+        megatron(cuda_graph_impl="none"),
+        CompressionConfig(auto=("expert_parallel",)),
+        [message],
+        SlowStopwatch(0.0, (0.1,) * 6),
+        kind=AnyRecipe,
+        cost_of_alltoall=cost,
+    )
+    (plan,) = run.decide(math.inf).dimensions
+    assert plan.chosen == chosen
+
+
+def test_a_comparison_counts_a_round_trip_for_each_layer_and_micro_batch():
+    comparison = Comparison("deepep", by_flex=0.001, by_alltoall=0.003)
+    # Eight layers, four micro-batches: 32 round trips, each with two legs of gradients.
+    message = MessageKind("expert_parallel", "ep.backward", "all_to_all", (4,), torch.float32, 64.0)
+    assert comparison.cost_of_alltoall(Workload(1.0, (message,))) == pytest.approx(0.064)
+    assert FLAG_NAMES.resolve(comparison.describe()) == (
+        "--moe-token-dispatcher-type flex (deepep) was compared with alltoall: a layer's tokens and "
+        "their gradients take 1 ms by deepep and 3 ms by alltoall, uncompressed"
+    )
 
 
 def test_keys_and_values_of_transformer_engine_are_not_possible():

@@ -21,6 +21,7 @@ from megatron.compression.communication.ledger import TRAFFIC
 from megatron.compression.communication.policy import Rule
 from megatron.compression.config import SAME_RESULTS, CompressionConfig, train_iterations
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.expert_parallel.flex import sends_by_flex, switch_to_alltoall
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.session import Session
 from megatron.compression.tensor_parallel import halves_block
@@ -75,7 +76,11 @@ class Automatic:
             return self.session.attach_dimensions(chunks)
         plan = self._decide(chunks)
         # The policy's rules are replaced before any site asks.
-        self.session.adopt(decided_config(self.config, plan, self.args))
+        decided = decided_config(self.config, plan, self.args)
+        self.session.adopt(decided)
+        if decided.expert_parallel.enabled and sends_by_flex(self.args):
+            # The layers' dispatchers follow when experts are attached.
+            switch_to_alltoall(self.args)
         chunks = self.session.attach_dimensions(chunks)
         self._begin(plan, chunks)
         # Last: halves are not attached to layers that have hooks.

@@ -8,6 +8,7 @@ that are the largest over all ranks.
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.compression import graphs
+from megatron.compression.auto.dispatchers import compare_dispatchers, may_leave_flex
 from megatron.compression.auto.messages import MessageKind, Workload, activations, workload
 from megatron.compression.auto.plan import (
     LEAST_GAIN,
@@ -32,6 +34,7 @@ from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.policy import Rule
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import CompressionConfigError
+from megatron.compression.expert_parallel.flex import switch_to_alltoall
 from megatron.compression.session import Session
 
 LIMIT = 10.0
@@ -58,6 +61,8 @@ class Measurement:
         sender: sends the messages that are timed.
         watch: times them.
         not_attachable: by dimension, why a model's layers cannot be compressed.
+        cost_of_alltoall: seconds by which an iteration is longer with the alltoall dispatcher,
+            uncompressed, than with the flex one that the model was built with.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Measurement:
         sender: Sender,
         watch: Stopwatch,
         not_attachable: Mapping[str, str | None],
+        cost_of_alltoall: float = 0.0,
     ) -> None:
         self.args = args
         self.config = config
@@ -77,6 +83,7 @@ class Measurement:
         """For the log: how payloads of layers travel, and what was timed otherwise than planned."""
         self._sender = sender
         self._not_attachable = not_attachable
+        self._cost_of_alltoall = cost_of_alltoall
         self._times: dict[MessageKind, float] = {}
         """Seconds of each message by itself, uncompressed."""
 
@@ -97,6 +104,12 @@ class Measurement:
             chunks: the model chunks of this pipeline stage.
         """
         watch = Stopwatch()
+        comparison = None
+        if may_leave_flex(args, session.config):
+            comparison = compare_dispatchers(args, chunks, watch)
+            # What would be compressed are alltoall's messages.
+            args = copy(args)
+            switch_to_alltoall(args)
         not_attachable = {
             name: first_reason(dimension.refusal(chunks))
             for name, dimension in session.dimensions.items()
@@ -109,7 +122,13 @@ class Measurement:
             args.use_distributed_optimizer,
             watch.device,
         )
-        return cls(args, session.config, work, sender, watch, not_attachable)
+        cost = 0.0
+        if comparison is not None:
+            cost = comparison.cost_of_alltoall(work)
+        measurement = cls(args, session.config, work, sender, watch, not_attachable, cost)
+        if comparison is not None:
+            measurement.lines.append(session.host.names.resolve(comparison.describe()))
+        return measurement
 
     def decide(self, budget: float) -> RunPlan:
         """Time everything and choose.
@@ -121,7 +140,7 @@ class Measurement:
         # same messages in the same order, since each timing is collective.
         for message in self.work.messages:
             self._times[message] = self._seconds(message)
-        iteration = self.work.seconds(self._times)
+        iteration = self.work.seconds(self._times) - self._cost_of_alltoall
         dimensions = [name for name in RECIPES if self._messages(name) or self._unseen(name)]
         candidates = {
             name: self._candidates(name, iteration, budget)
@@ -300,6 +319,9 @@ class Measurement:
         """Return by how many seconds an iteration is shorter where a dimension's messages follow
         rules."""
         saved = 0.0
+        if dimension == "expert_parallel":
+            # A codec is to gain more than what leaving the flex dispatcher costs.
+            saved -= self._cost_of_alltoall
         for message in self._messages(dimension):
             rule = rules[message.traffic]
             if rule.codec is not None:

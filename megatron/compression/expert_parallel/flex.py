@@ -18,6 +18,13 @@ ALLTOALL = "alltoall"
 _DEFAULT_BACKEND = "deepep"
 """megatron-core's. A config of alltoall is refused with ncclep, which needs flex."""
 
+_DISPATCH_FUNCTIONS = {
+    "deepep": "fused_dispatch",
+    "hybridep": "hybrid_ep_dispatch",
+    "ncclep": "nccl_ep_dispatch",
+}
+"""What megatron-core's dispatcher calls of each backend; None where its package is missing."""
+
 _OF_FLEX_ALONE = ("moe_expert_rank_capacity_factor", "moe_paged_stash")
 """Settings that change what is computed or kept, and that alltoall would not honour: a rank's
 budget of tokens, and the stash of activations that needs it."""
@@ -48,10 +55,9 @@ def refuse_settings_of_flex(settings: Any, path: str) -> None:
     Raises:
         SettingError: a rank's budget of tokens, or paged stashing.
     """
-    # Either is None or False unless it is set. A megatron-core may lack one of them.
-    in_use = [name for name in _OF_FLEX_ALONE if getattr(settings, name, None)]
-    if not in_use:
+    if not has_settings_of_its_own(settings):
         return
+    in_use = [name for name in _OF_FLEX_ALONE if getattr(settings, name, None)]
     ours = setting(path)
     value = getattr(settings, in_use[0])
     raise SettingError(
@@ -60,6 +66,20 @@ def refuse_settings_of_flex(settings: Any, path: str) -> None:
         f"works with the flex dispatcher alone, and {ours} sends tokens by alltoall",
         f"drop {' and '.join(argument(name) for name in in_use)}, or drop {ours}",
     )
+
+
+def has_settings_of_its_own(settings: Any) -> bool:
+    """Return whether settings are in use that flex alone has, so that it cannot be switched."""
+    # Each is None or False unless it is set. A megatron-core may lack one of them.
+    return any(getattr(settings, name, None) for name in _OF_FLEX_ALONE)
+
+
+def can_run(backend: str) -> bool:
+    """Return whether megatron-core finds the package of a backend here."""
+    # Settings are read without megatron-core, too.
+    from megatron.core.transformer.moe import token_dispatcher
+
+    return getattr(token_dispatcher, _DISPATCH_FUNCTIONS[backend], None) is not None
 
 
 def switch_to_alltoall(settings: Any) -> None:
@@ -86,4 +106,14 @@ def switched(backend: str, path: str) -> str:
     return (
         f"{dispatcher} {FLEX} ({backend}) is switched to {ALLTOALL}: {backend} sends tokens inside "
         f"its kernels, past {ours}. Drop {ours} to keep {FLEX}"
+    )
+
+
+def not_compared(backend: str) -> str:
+    """Return the line for the log about a dispatcher that auto has switched without a
+    comparison."""
+    dispatcher = argument("moe_token_dispatcher_type")
+    return (
+        f"{dispatcher} {FLEX} ({backend}) is switched to {ALLTOALL}: {backend} is not installed "
+        f"here, so {setting('auto')} has not compared the two"
     )

@@ -78,14 +78,7 @@ class ExpertParallel(Dimension):
         Raises:
             SettingError: settings of a layer that flex alone has.
         """
-        layers = [
-            module
-            for chunk in chunks
-            for module in chunk.modules()
-            if isinstance(module, MoELayer)
-            and isinstance(module.token_dispatcher, MoEFlexTokenDispatcher)
-            and module.token_dispatcher.ep_size > 1
-        ]
+        layers = flex_layers(chunks)
         if not layers:
             return
         for layer in layers:
@@ -98,7 +91,7 @@ class ExpertParallel(Dimension):
                 if getattr(config, "moe_token_dispatcher_type", None) == flex.FLEX:
                     flex.switch_to_alltoall(config)
         for layer in layers:
-            layer.token_dispatcher = _alltoall_in_place_of(layer)
+            layer.token_dispatcher = alltoall_in_place_of(layer)
         self.log(
             f"compression: experts: the flex dispatcher ({backend}) is switched to alltoall, since "
             "it sends tokens inside its kernels. Leave experts uncompressed to keep flex"
@@ -161,7 +154,19 @@ class ExpertParallel(Dimension):
         return {group: site for group, site in sites.items() if group.size() > 1}
 
 
-def _alltoall_in_place_of(layer: MoELayer) -> MoEAlltoAllTokenDispatcher:
+def flex_layers(chunks: list[torch.nn.Module]) -> list[MoELayer]:
+    """Return the layers whose tokens the flex dispatcher sends to other ranks' experts."""
+    return [
+        module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, MoELayer)
+        and isinstance(module.token_dispatcher, MoEFlexTokenDispatcher)
+        and module.token_dispatcher.ep_size > 1
+    ]
+
+
+def alltoall_in_place_of(layer: MoELayer) -> MoEAlltoAllTokenDispatcher:
     """Return a dispatcher of alltoall over the groups of a layer's own one."""
     replaced = layer.token_dispatcher
     groups = Namespace(ep=replaced.ep_group, expt_tp=replaced.tp_group, tp_ep=replaced.tp_ep_group)
