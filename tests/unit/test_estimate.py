@@ -174,6 +174,110 @@ def test_groups_lie_on_nodes_as_megatron_numbers_ranks(
     assert group.local == ranks_of_a_node
 
 
+@pytest.mark.parametrize(
+    ("mapping", "data", "context", "stages"),
+    [
+        # Four stages of one node each: gradients of a context-parallel pair's two nodes' replicas.
+        ("", (4, 4), (2, 2), 1),
+        # A node holds the four stages, and each replica is a node of its own.
+        ("--use-tp-pp-dp-mapping", (4, 2), (2, 2), 2),
+    ],
+)
+def test_the_order_of_ranks_says_what_crosses_nodes(mapping, data, context, stages):
+    """TP 1, CP 2, PP 4, DP 2 on 16 GPUs in nodes of 8."""
+    flags = f"""--context-parallel-size 2 --pipeline-model-parallel-size 4
+        --global-batch-size 64 {mapping}"""
+    args = estimate_of(16, "nvlink", flags).args
+    cluster = Cluster(8, SPEEDS["nvlink"], SPEEDS["ethernet"])
+    groups = {
+        dimension: Group.of(
+            MessageKind(dimension, "", operation, (4,), torch.float32, 1), args, cluster
+        )
+        for dimension, operation in (
+            ("data_parallel", "gradients"),
+            ("context_parallel", "all_gather"),
+            ("pipeline_parallel", "exchange"),
+        )
+    }
+    assert (groups["data_parallel"].ranks, groups["data_parallel"].local) == data
+    assert (groups["context_parallel"].ranks, groups["context_parallel"].local) == context
+    assert groups["pipeline_parallel"].local == stages
+
+
+IN_HALVES = "--tensor-model-parallel-size 2 --global-batch-size 16 --attention-dropout 0"
+IN_A_GRAPH = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
+HALVES = "--tp-compression-overlap halves"
+
+
+@pytest.fixture(scope="module")
+def halved_rows():
+    """The rows of 8 layers of 4096 over PCIe, in a CUDA graph."""
+    rows = estimate_of(2, "pcie", f"{IN_HALVES} {IN_A_GRAPH}").rows(0.1)
+    return {row.name: row for row in rows}
+
+
+@pytest.mark.parametrize(("name", "measured"), [(HALVES, 1.31), (f"{EIGHT_BITS} {HALVES}", 1.50)])
+def test_halves_are_near_what_was_measured(halved_rows, name, measured):
+    """Two H200: docs/results/graphs.md."""
+    speed_up = halved_rows["uncompressed"].seconds / halved_rows[name].seconds
+    assert speed_up == pytest.approx(measured, rel=1 / 6)
+
+
+def test_in_halves_fewer_bits_gain_less(halved_rows):
+    """The link is hidden, so the step from eight to six bits is a smaller part."""
+    as_usual = halved_rows[EIGHT_BITS].seconds - halved_rows[SIX_BITS].seconds
+    eight = halved_rows[f"{EIGHT_BITS} {HALVES}"].seconds
+    assert eight - halved_rows[f"{SIX_BITS} {HALVES}"].seconds < as_usual
+
+
+def test_what_auto_would_choose_is_near_the_fastest(halved_rows):
+    choice = list(halved_rows)[-1]
+    within_budget = [row.seconds for row in halved_rows.values() if row.loss <= 0.1]
+    assert halved_rows[choice].seconds <= min(within_budget) * 1.03
+
+
+def test_what_auto_would_choose_has_the_schedule():
+    """A GPT of 1.3 B parameters: its link takes longer than its computation."""
+    shape = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16"
+    *_, choice = estimate_of(2, "pcie", f"{IN_HALVES} {IN_A_GRAPH} {shape}").rows(0.1)
+    assert choice.name.startswith("within 0.1 %: ")
+    assert choice.name.endswith(HALVES)
+
+
+def test_over_nvlink_halves_are_not_chosen():
+    *_, choice = estimate_of(2, "nvlink", f"{IN_HALVES} {IN_A_GRAPH}").rows(0.1)
+    assert HALVES not in choice.name
+
+
+def test_without_a_graph_the_host_launches_halves_twice(halved_rows):
+    rows = {row.name: row for row in estimate_of(2, "pcie", IN_HALVES).rows(0.1)}
+    assert rows[HALVES].host_seconds == 2 * rows["uncompressed"].host_seconds
+    assert rows[HALVES].gpu_seconds == halved_rows[HALVES].gpu_seconds
+    assert halved_rows[HALVES].host_seconds == 0
+
+
+def test_halves_that_are_not_covered_have_no_row():
+    rows = estimate_of(2, "pcie", f"{IN_HALVES} --micro-batch-size 1").rows(0.1)
+    assert not any(HALVES in row.name for row in rows)
+
+
+def test_the_flags_as_given_may_be_halves(capsys):
+    words = ["--gpus", "2", "--intra", "pcie", "--", *BASE.split(), *IN_HALVES.split()]
+    assert main([*words, *IN_A_GRAPH.split(), *HALVES.split()]) == 0
+    table = capsys.readouterr().out.splitlines()
+    cells = {row.split("|")[1].strip(): row.split("|")[2:] for row in table if row[:1] == "|"}
+    assert cells["the flags as given"][:4] == cells[HALVES][:4]
+
+
+def test_help_names_the_units(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for unit in ("--loss-budget PERCENT", "--gemm-tflops TFLOP/S", "latency in microseconds"):
+        assert unit in text
+    assert "400 Gbit/s = 50 GB/s" in text
+
+
 LARGE_CLUSTER = [
     "--gpus",
     "4096",

@@ -14,6 +14,7 @@ from megatron.compression.auto import plan as plans
 from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict, trials
 from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config, dimension_config
+from megatron.compression.auto.messages import HALVES_COST
 from megatron.compression.auto.plan import BUDGET, FILE, LEAST_GAIN, RunPlan, within
 from megatron.compression.auto.stopwatch import first_reason
 from megatron.compression.codecs.recipes import RECIPES, Recipe
@@ -27,10 +28,6 @@ from megatron.compression.session import Session
 from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import halves_refusal
 from megatron.compression.tensor_parallel.hooks import sites_of
-
-HALVES_COST = 0.06
-"""Part of an iteration that halves of a micro-batch cost by themselves: smaller kernels, and more of
-them (docs/results/graphs.md, over NVLink uncompressed)."""
 
 
 class Automatic:

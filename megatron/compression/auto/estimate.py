@@ -7,7 +7,11 @@ measures. Here a message takes its bytes over the link's bandwidth plus latency,
 its payloads' bytes and its codec's kernels, at rates measured on an H200. Computation is Megatron's
 count of operations at ``--gemm-tflops``. An iteration takes the GPU's time or the host's, which
 launches it, whichever is longer; with ``--cuda-graph-impl full_iteration`` the host launches once.
+In interleaved halves the longer one of computation and link counts, and the host launches twice.
 Contention between jobs, memory, slow nodes and the input pipeline are not modelled.
+
+Megatron's flags follow a ``--``; ``--qwen-model NAME`` among them gives the sizes of a model, and
+``--use-tp-pp-dp-mapping`` places data parallelism, instead of stages, over nodes.
 """
 
 import argparse
@@ -19,7 +23,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +31,7 @@ import torch
 from megatron.compression import graphs
 from megatron.compression.auto.measurement import dimension_config
 from megatron.compression.auto.messages import MessageKind, workload
-from megatron.compression.auto.plan import BUDGET, choose
+from megatron.compression.auto.plan import BUDGET, LEAST_GAIN, choose
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import bytes_sent
@@ -42,6 +46,7 @@ from megatron.compression.huggingface.models import add_qwen_arguments, expand
 from megatron.compression.megatron_checks import megatrons_own_check
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.markdown import table
+from megatron.compression.tensor_parallel.config import HALVES, halves_refusal
 from taco_kernels.common import ceil_div
 
 MOST_GPUS = 16384
@@ -140,10 +145,14 @@ class Group:
             args: Megatron's arguments.
             cluster: the nodes that the ranks lie on, one node after the other.
         """
-        ranks, stride = _ranks_and_stride(message, args)
-        # Ranks ``stride`` apart: a node holds per_node / stride of them, and every node as many.
-        local = math.gcd(ranks, max(1, cluster.per_node // stride))
-        return cls(ranks, local, cluster)
+        if message.operation == "exchange":
+            return cls(2, _local_stages(args, cluster.per_node), cluster)
+        # The ranks of rank 0's group on rank 0's node; every node holds as many.
+        members = [0]
+        for ranks, stride in _axes(message, args):
+            members = [member + stride * step for step in range(ranks) for member in members]
+        local = sum(member < cluster.per_node for member in members)
+        return cls(len(members), math.gcd(len(members), local), cluster)
 
     def seconds(self, operation: str, nbytes: float) -> float:
         """Return the time of a collective over a whole buffer; over nodes the slower of both hops
@@ -228,29 +237,44 @@ class Group:
         return seconds
 
 
-def _ranks_and_stride(message: MessageKind, args: Namespace) -> tuple[int, int]:
-    """Return the size of the group that a message is sent in, and the distance between its ranks.
+def _axes(message: MessageKind, args: Namespace) -> list[tuple[int, int]]:
+    """Return sizes and strides of the dimensions that a message's group spans; a stride is the
+    distance between neighbouring ranks.
 
-    Megatron's order of ranks: tensor, context, data, pipeline; experts' groups are their own.
+    Megatron's order of ranks: tensor, context, data, pipeline; with --use-tp-pp-dp-mapping the last
+    two change places. Experts' groups are their own.
     """
     tensor = args.tensor_model_parallel_size
     context = args.context_parallel_size
     experts = args.expert_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size
+    # Instances are consecutive pieces of the data-parallel ranks.
     instances = args.num_distributed_optimizer_instances
-    data = args.data_parallel_size * context // instances
+    data = args.data_parallel_size // instances
+    data_stride = tensor * context
+    if args.use_tp_pp_dp_mapping:
+        data_stride *= args.pipeline_model_parallel_size
     is_of_tokens = message.operation in ("gather_tokens", "sum_tokens")
     if message.operation == "outer":
-        return instances, tensor * data
+        return [(instances, data * data_stride)]
     if message.dimension == "tensor_parallel":
-        return (expert_tensor if is_of_tokens else tensor), 1
+        return [(expert_tensor if is_of_tokens else tensor, 1)]
     if message.dimension == "context_parallel":
-        return context, tensor
+        return [(context, tensor)]
     if message.dimension == "data_parallel":
-        return data, tensor
-    if message.dimension == "expert_parallel":
-        return (experts * expert_tensor, 1) if is_of_tokens else (experts, expert_tensor)
-    return 2, args.world_size // args.pipeline_model_parallel_size  # two neighbouring stages
+        return [(context, tensor), (data, data_stride)]
+    if is_of_tokens:
+        return [(experts * expert_tensor, 1)]
+    return [(experts, expert_tensor)]
+
+
+def _local_stages(args: Namespace, per_node: int) -> int:
+    """Return 2 where every two neighbouring stages share a node, else 1: the slowest exchange
+    counts."""
+    ranks_of_all_stages = args.world_size
+    if args.use_tp_pp_dp_mapping:
+        ranks_of_all_stages //= args.data_parallel_size
+    return 2 if ranks_of_all_stages <= per_node else 1
 
 
 @functools.cache
@@ -341,41 +365,57 @@ class Estimate:
         self.work = workload(args, parameters(args), flops, gemm_rate)
         self.uncompressed_seconds = self.row("uncompressed", {}, 0.0).seconds
 
-    def row(self, name: str, rules: Mapping[str, Rule], loss: float | None) -> Row:
+    def row(
+        self, name: str, rules: Mapping[str, Rule], loss: float | None, halves: bool = False
+    ) -> Row:
         """Return the prediction of an iteration.
 
         Args:
             name: what to type for it.
             rules: by traffic class; messages of other classes go uncompressed.
             loss: percent of validation loss above uncompressed; None: not known.
+            halves: whether halves of a micro-batch are interleaved.
         """
         args = self.args
-        sharded = args.use_distributed_optimizer
-        # The host launches every layer of the stage once for each micro-batch.
+        # The host launches every layer of the stage once for each micro-batch, in halves twice.
+        launches = 2 if halves else 1
         micro_batches = args.global_batch_size / args.micro_batch_size / args.data_parallel_size
         layers = args.num_layers / args.pipeline_model_parallel_size
-        host_layer = HOST_LAYER
-        host_message = HOST_MESSAGE
-        if graphs.whole_iterations(args):  # one launch replays everything
-            host_layer = 0.0
-            host_message = 0.0
-        host_seconds = host_layer * layers * micro_batches
+        host_seconds = HOST_LAYER * layers * micro_batches * launches
         times = {}
         for message in self.work.messages:
-            group = Group.of(message, args, self.cluster)
             rule = rules.get(message.traffic)
             # A gradient compressor holds its codec.
             codec = None if rule is None else getattr(rule.codec, "codec", rule.codec)
-            if codec is None:
-                times[message] = group.seconds(message.sent_as(sharded), message.nbytes)
-            else:
-                times[message] = group.compressed(message, codec, sharded)
-                host_seconds += host_message * message.count
-        return Row(name, self.work.seconds(times), host_seconds, loss)
+            parts = launches if message.dimension == "tensor_parallel" else 1
+            times[message] = self._seconds(message, codec, parts)
+            if codec is not None:
+                host_seconds += HOST_MESSAGE * message.count * parts
+        if graphs.whole_iterations(args):
+            host_seconds = 0.0  # one launch replays everything
+        gpu_seconds = self.work.seconds_in_halves(times) if halves else self.work.seconds(times)
+        return Row(name, gpu_seconds, host_seconds, loss)
+
+    def _seconds(self, message: MessageKind, codec: Codec | None, parts: int) -> float:
+        """Return the seconds of a message by itself.
+
+        Args:
+            message: one kind of message of an iteration.
+            codec: encodes it; None: it goes uncompressed.
+            parts: equal parts that it is sent in, one after the other.
+        """
+        group = Group.of(message, self.args, self.cluster)
+        sharded = self.args.use_distributed_optimizer
+        if parts > 1:
+            tokens, *rest = message.shape
+            message = replace(message, shape=(ceil_div(tokens, parts), *rest))
+        if codec is None:
+            return parts * group.seconds(message.sent_as(sharded), message.nbytes)
+        return parts * group.compressed(message, codec, sharded)
 
     def rows(self, budget: float, named: bool = False) -> list[Row]:
-        """Return the rows of the table: uncompressed, each recipe alone, and what ``auto`` would
-        choose.
+        """Return the rows of the table: uncompressed, each recipe alone, halves of a micro-batch
+        where they are covered, and what ``auto`` would choose.
 
         Args:
             budget: percent of validation loss that may be spent.
@@ -397,15 +437,72 @@ class Estimate:
                 gains.setdefault(dimension, {})[recipe] = gain
                 if recipe.named or not named:
                     rows.append(row)
-        # The last row is the decision that --compression auto would come to by these predictions.
-        chosen = choose(gains, budget)
-        all_rules: dict[str, Rule] = {}
-        for dimension, recipe in chosen.items():
-            all_rules |= rules_of[dimension, recipe]
-        flags = " ".join(flag(dimension, recipe) for dimension, recipe in chosen.items())
-        loss = sum(recipe.loss for recipe in chosen.values())
-        rows.append(self.row(f"within {budget:g} %: {flags or 'nothing'}", all_rules, loss))
+        if self.covers_halves:
+            rows.append(self.row(HALVES, {}, 0.0, halves=True))
+            for (dimension, recipe), rules in rules_of.items():
+                if dimension == "tensor_parallel" and recipe.named:
+                    name = f"{flag(dimension, recipe)} {HALVES}"
+                    rows.append(self.row(name, rules, recipe.loss, halves=True))
+        rows.append(self._choice(choose(gains, budget), rules_of, budget))
         return rows
+
+    @property
+    def covers_halves(self) -> bool:
+        """True where the run could interleave halves of its micro-batches."""
+        sends = any(message.dimension == "tensor_parallel" for message in self.work.messages)
+        return sends and halves_refusal(self.args) is None
+
+    def _choice(
+        self,
+        chosen: Mapping[str, Recipe],
+        rules_of: Mapping[tuple[str, Recipe], Mapping[str, Rule]],
+        budget: float,
+    ) -> Row:
+        """Return the row of what ``--compression auto`` would come to by these predictions.
+
+        Args:
+            chosen: recipes by dimension, from what each gains alone.
+            rules_of: the rules of each recipe of a dimension.
+            budget: percent of validation loss.
+        """
+
+        def row(recipes: Mapping[str, Recipe], halves: bool) -> Row:
+            rules: dict[str, Rule] = {}
+            words = []
+            for dimension, recipe in recipes.items():
+                rules |= rules_of[dimension, recipe]
+                words.append(flag(dimension, recipe))
+            if halves:
+                words.append(HALVES)
+            loss = sum(recipe.loss for recipe in recipes.values())
+            return self.row(
+                f"within {budget:g} %: {' '.join(words) or 'nothing'}", rules, loss, halves
+            )
+
+        ways = [row({}, False), row(chosen, False)]
+        # Together they may gain less than each alone: the host launches for all of them.
+        for dimension in chosen:
+            ways.append(row(_without(chosen, dimension), False))
+        if self.covers_halves:
+            ways.append(row(_without(chosen, "tensor_parallel"), True))
+            ways.append(row(chosen, True))
+            # Halves may hide the bytes of a codec that costs less loss.
+            for dimension, recipe in rules_of:
+                decided = chosen.get(dimension)
+                if dimension == "tensor_parallel" and decided and recipe.loss < decided.loss:
+                    ways.append(row({**chosen, dimension: recipe}, True))
+        # As the run's check: a step to a larger loss has to gain.
+        ways.sort(key=lambda way: way.loss or 0.0)
+        best = ways[0]
+        for way in ways:
+            if 1 - way.seconds / best.seconds >= LEAST_GAIN:
+                best = way
+        return best
+
+
+def _without(recipes: Mapping[str, Recipe], dimension: str) -> dict[str, Recipe]:
+    """Return the recipes of the other dimensions."""
+    return {name: recipe for name, recipe in recipes.items() if name != dimension}
 
 
 def flag(dimension: str, recipe: Recipe) -> str:
@@ -551,28 +648,41 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     link = (
-        f"one of {', '.join(SPEEDS)}, or GB/s that a GPU sends, such as 50:10 with 10 us of latency"
+        f"{', '.join(SPEEDS)}, or GB/s that one GPU sends and its latency in microseconds, such as "
+        "50:10"
     )
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of the job (default: 8)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node (default: 8)")
-    parser.add_argument("--intra", default="nvlink", metavar="LINK", help=f"inside a node: {link}")
+    parser.add_argument(
+        "--gpus", type=int, default=8, metavar="N", help="GPUs of the job (default: 8)"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)"
+    )
+    parser.add_argument(
+        "--intra",
+        default="nvlink",
+        metavar="LINK",
+        help=f"the link inside a node: {link} (default: nvlink)",
+    )
     parser.add_argument(
         "--inter",
         default="50:10",
         metavar="LINK",
-        help="between nodes: GB/s per GPU, so 400 Gbit/s shared by 8 GPUs = 6.25",
+        help="the link between nodes, in the same words. GB/s are a GPU's share of its node's "
+        "adapters: 400 Gbit/s = 50 GB/s, shared by 8 GPUs 6.25 (default: 50:10)",
     )
     parser.add_argument(
         "--gemm-tflops",
         type=float,
         default=720.0,
-        help="TFLOP/s of a layer's matrix products on one GPU (default: 720, an H200)",
+        metavar="TFLOP/S",
+        help="rate of a layer's matrix products on one GPU, in TFLOP/s (default: 720, an H200)",
     )
     parser.add_argument(
         "--loss-budget",
         type=float,
         default=BUDGET,
-        help=f"percent of validation loss that may be spent (default: {BUDGET})",
+        metavar="PERCENT",
+        help=f"validation loss that may be spent, in percent (default: {BUDGET})",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help=f"draw the speed-up for up to {MOST_GPUS} GPUs"
@@ -601,8 +711,10 @@ def report(options: Namespace, words: Sequence[str]) -> None:
     args = parse_megatron(words, options.gpus)
     estimate = Estimate(args, cluster, 1e12 * options.gemm_tflops)
     rows = estimate.rows(options.loss_budget)
-    if estimate.config.enabled:
-        rows.append(estimate.row("the flags as given", estimate.config.rules(), None))
+    config = estimate.config
+    if config.enabled or config.tensor_parallel.halves:
+        halves = config.tensor_parallel.halves
+        rows.append(estimate.row("the flags as given", config.rules(), None, halves))
     print("\n".join(table(*_cells(rows, estimate), aligned=True)))
     computation = 1e3 * estimate.work.computation
     print(

@@ -40,6 +40,14 @@ OVERLAP_LOSS = 0.09
 """Part of the time that a message overlaps with computation by which the computation takes longer:
 5 of 57 ms at TP 4 through host memory (docs/results/iterations.md); on NVLink it is more."""
 
+HALVES_COST = 0.06
+"""Part of an iteration's computation that interleaved halves of a micro-batch cost by themselves:
+smaller kernels, and more of them (GPT-350M uncompressed over NVLink, docs/results/graphs.md)."""
+HALVES_OVERLAP_LOSS = 0.35
+"""Part of the shorter one of link and computation by which an iteration in halves exceeds the longer
+one: copies and kernels slow each other. Six iterations of that page, three models over PCIe, have
+0.29 to 0.48."""
+
 
 @dataclass(frozen=True)
 class MessageKind:
@@ -107,6 +115,28 @@ class Workload:
         """Return the seconds of an iteration whose messages take ``times`` (seconds one by one)."""
         exposed = sum(message.exposed(times[message]) for message in self.messages)
         return self.computation + exposed
+
+    def seconds_in_halves(self, times: Mapping[MessageKind, float]) -> float:
+        """Return the seconds of an iteration that interleaves halves of each micro-batch.
+
+        The sums of one half travel while the other half computes::
+
+            max(computation, link) + what the two slow each other
+
+        Args:
+            times: seconds of each message that is not of tensor parallelism; of one that is, the
+                seconds of its two halves together.
+        """
+        computation = self.computation * (1 + HALVES_COST)
+        link = 0.0
+        exposed = 0.0
+        for message in self.messages:
+            if message.dimension == "tensor_parallel":
+                link += message.count * times[message]
+            else:
+                exposed += message.exposed(times[message])
+        contention = HALVES_OVERLAP_LOSS * min(computation, link)
+        return max(computation, link) + contention + exposed
 
 
 def workload(args: Namespace, parameters: int, flops: float, gemm_rate: float) -> Workload:
