@@ -3,10 +3,12 @@
 Any codec serves, and what is not compressed is Megatron's own.
 """
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron.compression.communication.work import Work
 from tests.distributed.launch import pretrain, tiny_flags
@@ -250,3 +252,72 @@ def test_skip_train() -> None:
         [line for line in run.output.splitlines() if "validation loss" in line] for run in runs
     ]
     assert losses[0] == losses[1] and losses[0], losses
+
+
+# megatron-core 0.20 has its DDP mark parameters with a callback that publishes their bucket group.
+
+READY = "_ensure_param_ready_callback"
+"""Its name there: ``megatron.core.utils.PARAM_READY_CALLBACK_ATTR``."""
+
+
+class ReadyCallback:
+    """Stands in for its DDP's callback: what it asks a bucket group, and what it calls."""
+
+    def __init__(self, ddp: DistributedDataParallel, group) -> None:
+        self.ddp = weakref.ref(ddp)
+        self.group = weakref.ref(group)
+        self.calls = 0
+
+    def __call__(self) -> None:
+        group = self.group()
+        if group.param_gather_dispatched and group.param_gather_handle is None:
+            return
+        self.calls += 1
+        # The hooks of the model's modules are there, so the next group's gather may start.
+        assert self.ddp().remove_forward_pre_hook_handles
+        group.finish_param_sync(skip_next_bucket_dispatch=False)
+
+
+class MarkingDDP(DistributedDataParallel):
+    """megatron-core's DDP as 0.20 has it: it marks parameters before anything is attached."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        for group in self.bucket_groups:
+            callback = ReadyCallback(self, group)
+            for bucket in group.buckets:
+                for parameter in bucket.params_list:
+                    setattr(parameter, READY, callback)
+
+
+def publish(training: Training) -> int:
+    """Call each callback of a model's parameters once; return how many had something to do."""
+    callbacks = {id(c): c for c in (getattr(p, READY) for p in training.model.parameters())}
+    for callback in callbacks.values():
+        callback()
+    return sum(callback.calls for callback in callbacks.values())
+
+
+def published_worker(rank: int, world_size: int, settings: dict) -> None:
+    """Two runs alike: the weights of one are read through its callbacks, before its forward pass."""
+    start(rank)
+    expected, losses = train(rank, Setup(settings=settings), ITERATIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron.core.distributed.DistributedDataParallel", MarkingDDP)
+        training = Training(rank, Setup(settings=settings))
+    if settings:
+        assert "compressed" in expected.kinds("dp.weight")
+    for number in range(ITERATIONS):
+        loss, _ = training.step()
+        assert loss == losses[number]
+        calls = publish(training)
+        assert calls == (number + 1) * len(training.groups), "each bucket group is published"
+    assert training.digest() == expected.digest()
+    assert training.kinds("dp.weight") == expected.kinds("dp.weight")
+
+
+@pytest.mark.parametrize("weights", ["none", "int8"])
+def test_callbacks_of_parameters_publish_gathered_weights(weights: str) -> None:
+    """Of megatron-core 0.20's DDP, made before bucket groups are attached: what is read is the last step's."""
+    settings = {} if weights == "none" else {"compression": "int8", "weights": weights}
+    spawn(published_worker, 2, settings)
