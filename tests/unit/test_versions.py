@@ -10,6 +10,7 @@ import triton
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron.compression import CompressionConfig, CompressionConfigError
+from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import InputError
 from megatron.compression.flags import resolve
@@ -126,6 +127,28 @@ def test_logits_of_another_type_are_refused() -> None:
         dimension.attach([output_layer(torch.float32)])
     for dtype in (None, torch.bfloat16):
         assert dimension.refusal([output_layer(dtype)]) is None
+
+
+@pytest.mark.slow
+def test_logits_of_another_type_are_refused_in_a_caat_net() -> None:
+    """Its output layer is of the same product, whatever else is compressed; the line names the flag."""
+    session = Session(CompressionConfig(caat_net=CaatNetConfig(sync_fraction=0.5)))
+
+    def attach(output_dtype: torch.dtype | None) -> None:
+        model = [output_layer(output_dtype)]
+        session.dimensions["tensor_parallel"].attach(model)
+        session.dimensions["caat_net"].attach(model)
+
+    line = (
+        r"--caat-net-sync-fraction does not cover output_layer: its output is float32; "
+        r"drop --output-logit-dtype \(logit_dtype of the model\)$"
+    )
+    with pytest.raises(CompressionConfigError, match=line):
+        attach(torch.float32)
+    for dtype in (None, torch.bfloat16):
+        # The layer is taken; the stand-in has no transformer block to go on with.
+        with pytest.raises(AttributeError, match="decoder"):
+            attach(dtype)
 
 
 @pytest.mark.parametrize("name", ["moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"])

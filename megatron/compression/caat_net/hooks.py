@@ -23,6 +23,7 @@ from megatron.compression.errors import SettingError
 from megatron.compression.patches import running, symbols
 from megatron.compression.replicated_parameters import QUERY_KEY_NORMS, sharded_without_mark
 from megatron.compression.tensor_parallel.functions import DeferredWeightGradient
+from megatron.compression.tensor_parallel.hooks import reason_without_site
 from megatron.compression.tensor_parallel.layers import (
     CompressedColumnParallelLinear,
     CompressedLanguageModelEmbedding,
@@ -61,6 +62,11 @@ def attach(chunk: torch.nn.Module, config: CaatNetConfig, ledger: Ledger) -> Non
     for path, module in chunk.named_modules():
         communicates = isinstance(module, (*_CLASSES, ColumnParallelLinear, RowParallelLinear))
         if communicates and getattr(module, "site", None) is None:
+            reason = reason_without_site(module)
+            if reason is not None:  # it names the flag that chose such a layer
+                raise SettingError(
+                    "caat_net.sync_fraction", None, f"does not cover {path}: {reason}"
+                )
             raise SettingError(
                 "caat_net.sync_fraction", None, f"does not cover {path}", "drop the flag"
             )

@@ -189,6 +189,11 @@ def _covered(module: torch.nn.Module) -> tuple[type | None, str | None]:
     return compressed, None
 
 
+def reason_without_site(module: torch.nn.Module) -> str | None:
+    """Return why a layer of megatron-core's that communicates can have no site of ours, or None."""
+    return _covered(module)[1]
+
+
 def unmet_parts(chunks: list[torch.nn.Module], config: TensorParallelConfig) -> set[str]:
     """Return the parts of the settings by site and layer that name nothing that these attached
     chunks send."""
