@@ -338,6 +338,17 @@ def test_other_dimensions_are_decided_beside_halves(run):
     assert run.way == Trial(frozenset({"data_parallel"}), halves=True, recipe=SAFER)
 
 
+def test_halves_can_be_left_out_before_the_first_block(run):
+    ways = trials(TENSOR, halves=True, safer=SAFER)
+    check = Check(ways, TENSOR, 0, run.take, run.verdicts.append, loss_of)
+    assert check.tries_halves
+    check.leave_out_halves()
+    assert not check.tries_halves
+    run.follow(check, milliseconds(720, 414, 551, 351, 354), FIRST_BLOCK + check.iterations + 1)
+    assert not any(way.halves for way in run.ways)
+    assert run.way == WHOLE
+
+
 def test_what_is_within_the_noise_is_not_taken(run):
     """Iterations of 0.9 and 1.1 s around a median: three percent less tells nothing."""
     noise = [0.9, 1.1, 1.0]

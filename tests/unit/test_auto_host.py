@@ -7,7 +7,9 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron.compression.auto import automatic
 from megatron.compression.auto.automatic import Automatic
+from megatron.compression.auto.check import Check, trials
 from megatron.compression.auto.host import ITERATIONS, HostWatch, LayerTimes
 from megatron.compression.flags import resolve
 from megatron.compression.session import Session
@@ -123,10 +125,10 @@ def test_layers_whose_modules_are_called_alone_tell_nothing() -> None:
 
 
 @pytest.fixture
-def recommend():
-    """A function that returns the log's lines on graphs of a run with a host and a GPU."""
+def begin():
+    """A function that returns a run of two micro-batches and the lines of its log."""
 
-    def recommend(machine: Machine, *flags: str, **megatron) -> list[str]:
+    def begin(*flags: str, **megatron) -> tuple[Automatic, list[str]]:
         log = []
         args = parsed(
             "--compression", "auto", *flags, save=None, cuda_graph_impl="none", **megatron
@@ -137,7 +139,18 @@ def recommend():
         session = Session(resolve(args))
         session.host.arguments = args
         session.host.log = log.append
-        Automatic(session, lambda: 1.0)._recommend_graphs(watched(machine))
+        return Automatic(session, lambda: 1.0), log
+
+    return begin
+
+
+@pytest.fixture
+def recommend(begin):
+    """A function that returns the log's lines on graphs of a run with a host and a GPU."""
+
+    def recommend(machine: Machine, *flags: str, **megatron) -> list[str]:
+        run, log = begin(*flags, **megatron)
+        run._recommend_graphs(watched(machine))
         return log
 
     return recommend
@@ -173,3 +186,24 @@ def test_where_a_run_cannot_have_graphs_the_reason_is_named(recommend) -> None:
     """The bound measures in each iteration, past a graph."""
     (line,) = recommend(Machine(3e-3, 1e-3), "--compression-error-bound", "0.1", log_interval=1)
     assert "are not possible: --compression-error-bound with --log-interval 1" in line
+
+
+@pytest.mark.parametrize(
+    ("machine", "tried"),
+    [
+        (Machine(3e-3, 1e-3), False),  # launching is the whole iteration, so twice of it is more
+        (Machine(1e-3, 4e-3), True),
+    ],
+    ids=["slow host", "slow GPU"],
+)
+def test_halves_are_not_tried_where_the_host_launches_too_slowly(
+    begin, monkeypatch, machine, tried
+) -> None:
+    monkeypatch.setattr(automatic, "largest", lambda *values: list(values))
+    run, log = begin()
+    ways = trials(("tensor_parallel",), halves=True)
+    run._check = Check(ways, ("tensor_parallel",), 0, lambda way: None, lambda verdict: None)
+    run._refuse_slow_halves(watched(machine))
+    assert run._check.tries_halves == tried
+    reason = "halves are not tried: the host would launch twice as many kernels, in 2.0 times"
+    assert any(reason in line for line in log) != tried

@@ -15,7 +15,7 @@ from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict, trial
 from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config, dimension_config
 from megatron.compression.auto.messages import HALVES_COST
-from megatron.compression.auto.plan import BUDGET, FILE, LEAST_GAIN, RunPlan, within
+from megatron.compression.auto.plan import BUDGET, FILE, LEAST_GAIN, RunPlan, largest, within
 from megatron.compression.auto.stopwatch import first_reason
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import TRAFFIC
@@ -101,9 +101,11 @@ class Automatic:
     def on_training_log(self, iteration: int) -> None:
         """Follow an iteration, counted from 1, that has ended."""
         # The watch first: the check switches schedules, and the watch is over by then.
-        if self._host is not None and self._host.iteration_ended():
-            self._recommend_graphs(self._host)
+        watch = self._host
+        if watch is not None and watch.iteration_ended():
             self._host = None
+            self._recommend_graphs(watch)
+            self._refuse_slow_halves(watch)
         if self._check is not None:
             self._check.on_training_log(iteration)
 
@@ -332,7 +334,7 @@ class Automatic:
         if verdict.trial.recipe and TENSOR not in verdict.trial.off:
             recipe = _tensor_recipe(verdict.trial.recipe)
             plan = plan.with_recipe(TENSOR, recipe, f"in halves as fast; loss: {recipe.source}")
-        if self._halved:
+        if any(way.halves for way in verdict.timings):
             self._tell(self._schedules(verdict))
             plan = replace(plan, halves=verdict.trial.halves)
         seconds = _seconds_of(verdict)
@@ -388,10 +390,8 @@ class Automatic:
         times = watch.times
         if times is None or not watch.iteration_seconds:
             return
-        replicas = self.args.data_parallel_size * self.args.micro_batch_size
-        micro_batches = max(1, self.args.global_batch_size // replicas)
         # A graph launches everything at once, so the GPU waits for nothing between its kernels.
-        saved = times.waited * watch.layers * micro_batches / watch.iteration_seconds
+        saved = times.waited * self._layer_passes(watch) / watch.iteration_seconds
         if saved < LEAST_GAIN:
             return
         gain = min(saved, 0.9)
@@ -407,6 +407,31 @@ class Automatic:
             f"{text}; add {flags}, which launches an iteration at once: about "
             f"{1 / (1 - gain):.1f} times as fast by these times"
         )
+
+    def _layer_passes(self, watch: HostWatch) -> int:
+        """Return how many times an iteration runs one of this stage's layers."""
+        replicas = self.args.data_parallel_size * self.args.micro_batch_size
+        return watch.layers * max(1, self.args.global_batch_size // replicas)
+
+    def _refuse_slow_halves(self, watch: HostWatch) -> None:
+        """Leave halves out of the comparison where the host cannot launch them fast enough.
+
+        Collective over all ranks while halves are to be compared.
+        """
+        if self._check is None or not self._check.tries_halves:
+            return
+        # Every kernel is launched twice. So an iteration in halves takes as long as that at least.
+        part = 0.0
+        if watch.times is not None and watch.iteration_seconds:
+            launching = 2 * watch.times.host * self._layer_passes(watch)
+            part = launching / watch.iteration_seconds
+        (part,) = largest(part)
+        if part > 1:
+            self._check.leave_out_halves()
+            self._tell(
+                "interleaved halves are not tried: the host would launch twice as many kernels, in "
+                f"{part:.1f} times what an iteration takes"
+            )
 
     def _tell(self, line: str) -> None:
         self._log(f"compression auto: {line}")

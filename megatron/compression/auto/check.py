@@ -211,12 +211,9 @@ class Check:
         self._loss_of = loss_of
         self._untimed = 1 + capturing
         self._block_length = BLOCK + capturing
-        rounds = 1 if capturing else ROUNDS
-        self._blocks = list(ways) * rounds
-        self._times: dict[Trial, list[float]] = {way: [] for way in ways}
-        """Seconds of timed iterations."""
-        self._slowdown: dict[Trial, float] = {way: 0.0 for way in ways}
-        """Seconds of the untimed iterations of a block, the last one of its kind."""
+        self._rounds = 1 if capturing else ROUNDS
+        self._ways = list(ways)
+        self._set_blocks()
         self._starts_at: int | None = None
         """The number of logged iterations, skipped ones included, from which on blocks run."""
         self._position: int | None = None
@@ -224,9 +221,28 @@ class Check:
         self._last_iteration = 0
         self._last_time = 0.0
         self._began = 0.0
+
+    def _set_blocks(self) -> None:
+        """Lay out a block for each way in every round."""
+        ways = self._ways
+        self._blocks = ways * self._rounds
+        self._times: dict[Trial, list[float]] = {way: [] for way in ways}
+        """Seconds of timed iterations."""
+        self._slowdown: dict[Trial, float] = {way: 0.0 for way in ways}
+        """Seconds of the untimed iterations of a block, the last one of its kind."""
         self.done = len(ways) < 2
         self.iterations = 0 if self.done else self._block_length * len(self._blocks)
         """Of all blocks."""
+
+    @property
+    def tries_halves(self) -> bool:
+        """True where halves are still to be compared."""
+        return self._position is None and any(way.halves for way in self._ways)
+
+    def leave_out_halves(self) -> None:
+        """Compare whole micro-batches only; before the first block, on all ranks."""
+        self._ways = [way for way in self._ways if not way.halves]
+        self._set_blocks()
 
     def on_training_log(self, iteration: int) -> None:
         """Time the iteration that has just ended, counted from 1; decide after the last block.
