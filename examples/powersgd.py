@@ -148,6 +148,10 @@ class PowerSGDSync(GradientSync):
         self.memory = state["memory"]
         self.rights = cut(state["right"], self.rights)
 
+    def left_over(self) -> torch.Tensor:
+        """Return what this rank has not sent yet of each gradient, [numel], fp32."""
+        return self.memory
+
 
 def join(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Return the parts end to end, flat; an empty tensor of the type of ``like`` where there is

@@ -219,7 +219,7 @@ def test_experts_do_not_move_dense_reductions_on() -> None:
 
         return Work(None, second_exchange, exchanges=2)
 
-    from megatron.compression.data_parallel.hooks import InFlight
+    from megatron.compression.communication.work import InFlight
 
     dense = InFlight()
     experts = InFlight()

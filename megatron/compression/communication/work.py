@@ -1,4 +1,4 @@
-"""The one handle of communication that is under way."""
+"""The one handle of communication that is under way, and several of them that move on together."""
 
 from __future__ import annotations
 
@@ -153,3 +153,36 @@ def join(works: Sequence[Work], result: Any = None) -> Work:
     if all(work.done for work in works):
         return Work.completed(result)
     return _Together(works, lambda: result)
+
+
+class InFlight:
+    """Reductions of buckets that are under way, of one kind: dense buckets, or experts'.
+
+    The hooks of later buckets start an earlier one's second exchange; the newest is left alone, so
+    that the computation does not wait for an exchange that has just begun. The order in which
+    second exchanges start has to be the same on all ranks of a group. Within a kind it is the order
+    of the buckets. Between kinds it is not: an expert without tokens is ready at another time. So
+    each kind has its own.
+    """
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+
+    def add(self, work: Work) -> None:
+        """Add a reduction that has just been started, and advance all but the newest of the
+        others."""
+        self.advance(self._works[:-1])
+        self._works.append(work)
+
+    def advance(self, works: list[Work] | None = None) -> None:
+        """Advance these, or all: their second exchanges run while the first one's result is waited
+        for."""
+        for work in self._works if works is None else works:
+            work.advance()
+        self._works = [work for work in self._works if not work.done]
+
+    def wait(self) -> None:
+        """Complete all of them. Exchanges start in the order of the reductions, the same on all
+        ranks."""
+        while self._works:
+            self.advance()

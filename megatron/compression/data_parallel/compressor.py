@@ -131,6 +131,15 @@ class GradientSync(abc.ABC):
     def load_state(self, state: dict[str, torch.Tensor]) -> None:  # noqa: B027
         """Restore what ``state`` returned, from tensors of the same names, shapes and dtypes."""
 
+    def left_over(self) -> torch.Tensor | None:
+        """Return fp32 ``[numel]``: what earlier iterations left out of each of the bucket's
+        gradients, in their unit.
+
+        A wrapper that makes other buckets in the middle of a run, as torch's DDP, adds it to the
+        gradients of the next iteration. None: nothing is remembered, or it cannot be told apart.
+        """
+        return None
+
 
 class GradientCompressor(abc.ABC):
     """How ``--dp-compression`` sums gradients. Subclasses are frozen dataclasses whose fields are

@@ -259,13 +259,7 @@ class DataParallelConfig(DimensionConfig):
 
         Raises: SettingError: a codec, or outer=, that is not for FSDP2.
         """
-        if self.hops[1] is not None:
-            raise SettingError(
-                _OUTER,
-                self.hops[1],
-                "is for the distributed optimizer's instances, which FSDP2 does not have",
-                "drop outer=",
-            )
+        self._refuse_outer("FSDP2")
         if isinstance(self.weight_codec, Sdp4bitCodec):
             raise SettingError(
                 _WEIGHTS,
@@ -280,6 +274,22 @@ class DataParallelConfig(DimensionConfig):
                 ": under FSDP2 the host would wait in each layer's backward to see whether "
                 "gradients fit",
                 "use int8, or none",
+            )
+
+    def check_ddp(self) -> None:
+        """Refuse what cannot encode the gradients of torch's DDP.
+
+        Raises: SettingError: outer= is given.
+        """
+        self._refuse_outer("DDP")
+
+    def _refuse_outer(self, wrapper: str) -> None:
+        if self.hops[1] is not None:
+            raise SettingError(
+                _OUTER,
+                self.hops[1],
+                f"is for the distributed optimizer's instances, which {wrapper} does not have",
+                "drop outer=",
             )
 
     def _check_captured(self, args: Namespace) -> None:

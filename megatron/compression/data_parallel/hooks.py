@@ -16,7 +16,7 @@ from megatron.core.transformer import MegatronModule
 from megatron.compression.codecs import Codec
 from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.communication.work import Work, join
+from megatron.compression.communication.work import InFlight, Work, join
 from megatron.compression.data_parallel.checkpoint import GradientMemory
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import (
@@ -36,33 +36,6 @@ from megatron.compression.data_parallel.weights import (
 from megatron.compression.dimension import Dimension
 from megatron.compression.patches import communication, gaps, running, symbols
 from megatron.compression.replicated_parameters import sharded_without_mark
-
-
-class InFlight:
-    """Reductions of one kind of bucket that are under way, dense or experts'.
-
-    The hooks of later buckets start an earlier one's second exchange; the newest is left alone, so
-    that the computation does not wait for an exchange that has just begun. The order in which
-    second exchanges start has to be the same on all ranks of a group. Within a kind it is the order
-    of the buckets. Between kinds it is not: an expert without tokens is ready at another time. So
-    each kind has its own.
-    """
-
-    def __init__(self) -> None:
-        self._works: list[Work] = []
-
-    def add(self, work: Work) -> None:
-        """Add a reduction that has just been started, and advance all but the newest of the
-        others."""
-        self.advance(self._works[:-1])
-        self._works.append(work)
-
-    def advance(self, works: list[Work] | None = None) -> None:
-        """Advance these, or all: their second exchanges run while the first one's result is waited
-        for."""
-        for work in self._works if works is None else works:
-            work.advance()
-        self._works = [work for work in self._works if not work.done]
 
 
 @dataclass

@@ -9,25 +9,27 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.compression.codecs import Codec
-from megatron.compression.codecs.contract import check_contract
 from megatron.compression.communication.audit import BackendAudit
-from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.overflow import OverflowFlags
-from megatron.compression.communication.policy import Policy
 from megatron.compression.communication.site import Run
-from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.communication.transport import Transports, over_tcp
-from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
+from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
+from megatron.compression.data_parallel.one_model import (
+    check_saved_memory,
+    left_out_everything,
+    log_if_on_one_host,
+    open_run,
+    sent_so_far,
+    topology_of,
+)
 from megatron.compression.dimension import print_on_first_rank
-from megatron.compression.errors import CompressionConfigError, refused_for, spelled
+from megatron.compression.errors import CompressionConfigError, spelled
 from megatron.compression.fsdp2.copies import IsCopy, copies_of
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.parameter_group import ParameterGroup, Slots, parameter_groups
 from megatron.compression.fsdp2.weights import WeightGather
-from megatron.compression.names import PYTHON_NAMES, Names, path_of_traffic
-from taco_kernels.common.fast_launch import slow_launches
+from megatron.compression.names import PYTHON_NAMES, Names
 
 NAMES = Names(
     {
@@ -76,36 +78,20 @@ def attach(
             f"attach() takes one module, the root that fully_shard() was called on, not a "
             f"{type(model).__name__}; call it once for each model"
         )
-    if start_iteration < 0:
-        raise CompressionConfigError(f"start_iteration {start_iteration} must be an iteration >= 0")
     # The settings of data parallelism, with errors in the words of this call: gather and reduce.
     with spelled(NAMES):
         config = DataParallelConfig(compression=reduce or "none", weights=gather or "none")
         config.check_fsdp2()
-    ledger = Ledger()
-    transports = Transports(communicators=from_environment(COMMUNICATORS) or 0)
-    node_size = from_environment(NODE_SIZE)
-    policy = Policy(config.rules(start_iteration), ledger)
-    codecs = [policy.rule(traffic).codec for traffic in ("dp.weight", "dp.gradient")]
-    for traffic, codec in zip(("dp.weight", "dp.gradient"), codecs, strict=True):
-        with spelled(NAMES), refused_for(path_of_traffic(traffic)):
-            check_contract([codec])
-    slow = slow_launches()
-    if slow and any(codec is not None for codec in codecs):
-        log(f"compression: FSDP2: {slow}")
-
-    def topology_of(group: dist.ProcessGroup) -> Topology:
-        topology = find_topology(group, node_size, transports, callers=group)
-        log(f"compression: FSDP2: a group is {topology.describe()}")
-        return topology
-
-    run = Run(policy, ledger, transports)
-    run.open()
-    compression = Fsdp2Compression(model, run, topology_of, log)
+    run = open_run(config, start_iteration, NAMES, "FSDP2", log)
+    compression = Fsdp2Compression(
+        model, run, lambda group: topology_of(run, group, "FSDP2", log), log
+    )
     # The policy has to be there before the hooks that count iterations.
-    policy.iteration = lambda: compression.iteration
+    run.policy.iteration = lambda: compression.iteration
     # What c10d is given in the first iteration is compared with the ledger.
-    compression.audit = BackendAudit(ledger, lambda: {"data parallel": [*compression.topologies]})
+    compression.audit = BackendAudit(
+        run.ledger, lambda: {"data parallel": [*compression.topologies]}
+    )
     compression.audit.start_with_first_forward([model])
     return compression
 
@@ -207,13 +193,8 @@ class Fsdp2Compression:
             f"compression: FSDP2: {len(self.groups)} modules: weights {names[0]}, gradients "
             f"{names[1]}"
         )
-        for process_group, topology in self.topologies.items():
-            on_nccl = dist.get_backend(process_group) == "nccl"
-            if on_nccl and topology.nodes == 1 and not over_tcp(process_group):
-                self._log(
-                    "compression: FSDP2: these ranks share a host: leave it off unless you measure "
-                    "a gain"
-                )
+        for topology in self.topologies.values():
+            log_if_on_one_host(topology, "FSDP2", self._log)
 
     def close(self) -> None:
         """Give the model back to FSDP as it was; gradients that a compressor remembers are
@@ -284,21 +265,9 @@ class Fsdp2Compression:
             shards = next(iter(self.topologies))  # other pipeline stages are not here yet
             for line in self.audit.finish(shards):
                 self._log(f"compression: {line}")
-        self._say_if_nothing_is_compressed()
-
-    def _say_if_nothing_is_compressed(self) -> None:
-        """After the first compressed iteration: say so where the compressor left out all
-        gradients."""
-        rule = self.run.policy.rule("dp.gradient")
-        # the first iteration that was to be compressed has just ended
-        if self.iteration != rule.start_iteration + 1:
-            return
-        sent = self.run.ledger.totals()["dp.gradient"]
-        if sent["excluded"][0] and not sent["compressed"][0]:
-            self._log(
-                f"compression: FSDP2: {rule.codec.name} compresses no gradients: its layers have "
-                "other names here, or are small; try tagc:layers=all"
-            )
+        line = left_out_everything(self.run, self.iteration)
+        if line is not None:
+            self._log(f"compression: FSDP2: {line}")
 
     def _before_gather(self, gather: WeightGather) -> None:
         """Before a forward pass gathers weights: know whether lossless payloads fit."""
@@ -344,21 +313,12 @@ class Fsdp2Compression:
     def summary(self) -> str:
         """One line: what this rank has sent, would have sent uncompressed, and keeps on the
         device."""
-        totals = self.run.ledger.totals()
-        line = "sent"
-        all_sent = 0
-        all_uncompressed = 0
-        for traffic in ("dp.weight", "dp.gradient"):
-            sent, uncompressed = (sum(pair) for pair in zip(*totals[traffic].values(), strict=True))
-            line += f" {traffic} {sent / 1e6:.3f} of {uncompressed / 1e6:.3f} MB,"
-            all_sent += sent
-            all_uncompressed += uncompressed
-        ratio = all_uncompressed / all_sent if all_sent else 1
+        line = sent_so_far(self.run.ledger, ("dp.weight", "dp.gradient"))
         # One gather and one reduction are under way at a time.
         payloads = max(gather.buffer_bytes for gather in self.gathers)
         payloads += max(sums.buffer_bytes() for reduce in self.reduces for sums in reduce.sums)
         memory = sum(values.nbytes for values in self.state_dict().values())
-        line += f" ratio {ratio:.2f}; device memory: {payloads / 1e6:.3f} MB of buffers"
+        line += f"; device memory: {payloads / 1e6:.3f} MB of buffers"
         line += f", {memory / 1e6:.3f} MB of kept gradients"
         misfits = sum(gather.fits is False for gather in self.gathers)
         if misfits:
@@ -384,19 +344,7 @@ class Fsdp2Compression:
             CompressionConfigError: the state is of another number of ranks, other settings or
                 another model.
         """
-        # a name that only a job of more ranks has
-        more_ranks = f"rank{dist.get_world_size()}."
-        if any(name.startswith(more_ranks) for name in state):
-            raise CompressionConfigError(_other_memory("is of more ranks"))
-        expected = self.state_dict()
-        for name, values in expected.items():
-            if name not in state:
-                problem = f"has no {name}"
-            elif state[name].shape != values.shape:
-                problem = f"has {name} of {tuple(state[name].shape)}, not {tuple(values.shape)}"
-            else:
-                continue
-            raise CompressionConfigError(_other_memory(problem))
+        check_saved_memory(state, self.state_dict())
         for prefix, sync in self._syncs_with_memory().items():
             sync.load_state({name: state[f"{prefix}.{name}"] for name in sync.state()})
 
@@ -411,14 +359,6 @@ class Fsdp2Compression:
             f"rank{dist.get_rank()}.{number}": sums.built(sums.numel)[0]
             for number, sums in enumerate(every_sum)
         }
-
-
-def _other_memory(problem: str) -> str:
-    return (
-        f"load_state_dict(): the saved memory of gradients {problem}: it was saved on another "
-        "number of ranks, with other settings or of another model; load without "
-        '"compression", so that it starts from zero'
-    )
 
 
 def check_supported(group: ParameterGroup, weights: Codec | None, gradients: Any) -> None:

@@ -254,6 +254,13 @@ class TagcGradientSync(GradientSync):
         for number, part in enumerate(self.parts):
             part.memory.copy_(state[f"memory{number}"])
 
+    def left_over(self) -> Tensor:
+        left_over = torch.zeros(self.bucket.numel, device=self.bucket.gradients.device)
+        for part in self.parts:
+            for owner, values in zip(part.owners, part.memory, strict=True):
+                scattered(values, left_over, self.shares[owner].compressed)
+        return left_over
+
 
 def start_to_owners(
     payloads: list[Tensor], exact_bytes: list[int], bucket: GradientBucket, link: str | None = None
