@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
+from small_transformer import Transformer, batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,63 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron.compression.errors import InputError, one_line_errors
 from megatron.compression.fsdp2 import Fsdp2Compression, attach
-
-
-class Block(nn.Module):
-    """A transformer layer: attention, then an MLP."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(hidden), nn.LayerNorm(hidden)])
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.proj = nn.Linear(hidden, hidden)
-        self.mlp = nn.Sequential(
-            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``[samples, sequence, hidden]`` to the same shape."""
-        samples, sequence, hidden = x.shape
-        qkv = self.qkv(self.norms[0](x)).view(samples, sequence, 3, self.heads, -1)
-        # Each of the three is [samples, heads, sequence, hidden / heads].
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).reshape(samples, sequence, hidden))
-        return x + self.mlp(self.norms[1](x))
-
-
-class Transformer(nn.Module):
-    """Predicts the next token.
-
-    Args:
-        layers: number of blocks.
-        hidden: width of the model.
-        heads: attention heads of a block.
-        vocabulary: number of tokens.
-        sequence: longest sequence.
-    """
-
-    def __init__(
-        self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int
-    ) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, hidden)
-        self.position_embedding = nn.Embedding(sequence, hidden)
-        self.blocks = nn.ModuleList([Block(hidden, heads) for _ in range(layers)])
-        self.norm = nn.LayerNorm(hidden)
-        self.output_layer = nn.Linear(hidden, vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of tokens ``[samples, sequence + 1]``: each is predicted from those
-        before."""
-        inputs = tokens[:, :-1]
-        labels = tokens[:, 1:]
-        x = self.embedding(inputs) + self.position_embedding.weight[: inputs.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = self.output_layer(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def parse() -> argparse.Namespace:
@@ -97,17 +40,6 @@ def parse() -> argparse.Namespace:
     add("--steps", type=int, default=20)
     add("--checkpoint", type=Path, help="folder to resume from, if it has one, and save to")
     return parser.parse_args()
-
-
-def batch(step: int, options: argparse.Namespace) -> torch.Tensor:
-    """Return this rank's tokens of a step, [samples, sequence + 1].
-
-    Each token is the one before it plus 3, modulo the vocabulary. So there is something to learn.
-    """
-    seed = step * dist.get_world_size() + dist.get_rank()
-    generator = torch.Generator().manual_seed(seed)
-    first_tokens = torch.randint(options.vocabulary, (options.samples, 1), generator=generator)
-    return (first_tokens + 3 * torch.arange(options.sequence + 1)) % options.vocabulary
 
 
 def checkpoint_state(
@@ -190,10 +122,8 @@ def main() -> None:
     mesh = init_device_mesh(device, (dist.get_world_size(),))
 
     torch.manual_seed(options.seed)
-    heads = max(4, options.hidden // 128)
-    model = Transformer(
-        options.layers, options.hidden, heads, options.vocabulary, options.sequence
-    ).to(device)
+    model = Transformer(options.layers, options.hidden, options.vocabulary, options.sequence)
+    model = model.to(device)
     # Blocks first, then the whole model: a block's weights are gathered when the block runs.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
@@ -210,7 +140,8 @@ def main() -> None:
     first_step = int(steps_done)
     for step in range(first_step, first_step + options.steps):
         start = time.perf_counter()
-        loss = model(batch(step, options).to(device))
+        tokens = batch(step, options.samples, options.vocabulary, options.sequence)
+        loss = model(tokens.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
