@@ -11,6 +11,7 @@ are CPU processes.
 
 import argparse
 import contextlib
+import gc
 import os
 import statistics
 import time
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from small_transformer import Transformer, batch
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -138,20 +138,19 @@ def train(reduce: str, options: argparse.Namespace, device: torch.device) -> Non
     """
     prints_steps = dist.get_rank() == 0 and len(options.reduce) == 1
     torch.manual_seed(options.seed)
-    model: nn.Module = Transformer(
-        options.layers, options.hidden, options.vocabulary, options.sequence
-    )
+    with device:
+        model = Transformer(options.layers, options.hidden, options.vocabulary, options.sequence)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    model = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-    gradients = compressed(model, reduce)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda")
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    gradients = compressed(wrapped, reduce)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3, fused=device.type == "cuda")
     losses = []
     milliseconds = []
     for step in range(options.steps):
         tokens = batch(step, options.samples, options.vocabulary, options.sequence).to(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = model(tokens)
+            loss = wrapped(tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -193,6 +192,8 @@ def main() -> None:
         stack.callback(dist.destroy_process_group)
         for reduce in options.reduce:
             train(reduce, options, device)
+            # The model is gone with its references, of which DDP has circular ones.
+            gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 

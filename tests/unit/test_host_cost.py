@@ -222,7 +222,7 @@ def test_a_backward_makes_no_placeholder_anew() -> None:
 
 
 @pytest.mark.slow
-def test_codecs_communication_and_fsdp2_need_torch_and_triton_alone() -> None:
+def test_codecs_communication_fsdp2_and_ddp_need_torch_and_triton_alone() -> None:
     """megatron-core may be missing."""
     program = (
         "import sys; sys.modules['megatron.core'] = sys.modules['megatron.training'] = None\n"
@@ -230,6 +230,7 @@ def test_codecs_communication_and_fsdp2_need_torch_and_triton_alone() -> None:
         "import megatron.compression.communication.topology\n"
         "import megatron.compression.communication.audit\n"
         "from megatron.compression.fsdp2.attach import DataParallelConfig, attach\n"
+        "import megatron.compression.ddp\n"
         "DataParallelConfig(compression='tagc', weights='lossless').rules(0)\n"
         "print(codecs.parse_codec('int5/int6').name, len(codecs.CODECS.names()))"
     )

@@ -22,6 +22,7 @@ DIMENSIONS = (
     f"{COMPRESSION}.torch_native",
     f"{COMPRESSION}.transformer_engine",
     f"{COMPRESSION}.fsdp2",
+    f"{COMPRESSION}.ddp",
 )
 ABOVE = (
     f"{COMPRESSION}.session",

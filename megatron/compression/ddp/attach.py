@@ -16,14 +16,6 @@ from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
 from megatron.compression.communication.work import InFlight
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.data_parallel.one_model import (
-    check_saved_memory,
-    left_out_everything,
-    log_if_on_one_host,
-    open_run,
-    sent_so_far,
-    topology_of,
-)
 from megatron.compression.ddp.gradients import TRAFFIC, DdpGradients
 from megatron.compression.ddp.torch_ddp import (
     check_join,
@@ -33,6 +25,14 @@ from megatron.compression.ddp.torch_ddp import (
 from megatron.compression.dimension import print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, spelled
 from megatron.compression.names import PYTHON_NAMES, Names
+from megatron.compression.one_model import (
+    check_saved_memory,
+    left_out_everything,
+    log_if_on_one_host,
+    open_run,
+    sent_so_far,
+    topology_of,
+)
 from megatron.compression.patches import symbols
 
 NAMES = Names(

@@ -15,14 +15,6 @@ from megatron.compression.communication.site import Run
 from megatron.compression.communication.topology import Topology
 from megatron.compression.data_parallel.compressor import GradientSync
 from megatron.compression.data_parallel.config import DataParallelConfig
-from megatron.compression.data_parallel.one_model import (
-    check_saved_memory,
-    left_out_everything,
-    log_if_on_one_host,
-    open_run,
-    sent_so_far,
-    topology_of,
-)
 from megatron.compression.dimension import print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, spelled
 from megatron.compression.fsdp2.copies import IsCopy, copies_of
@@ -30,6 +22,14 @@ from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.parameter_group import ParameterGroup, Slots, parameter_groups
 from megatron.compression.fsdp2.weights import WeightGather
 from megatron.compression.names import PYTHON_NAMES, Names
+from megatron.compression.one_model import (
+    check_saved_memory,
+    left_out_everything,
+    log_if_on_one_host,
+    open_run,
+    sent_so_far,
+    topology_of,
+)
 
 NAMES = Names(
     {
