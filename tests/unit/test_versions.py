@@ -19,7 +19,7 @@ from megatron.compression.fsdp2 import attach
 from megatron.compression.patches import symbols
 from megatron.compression.session import Host, Session
 from megatron.compression.tensor_parallel.config import TensorParallelConfig
-from megatron.compression.tensor_parallel.hooks import TensorParallel
+from megatron.compression.tensor_parallel.hooks import TensorParallel, reason_without_site
 from megatron.compression.versions import MEGATRON_CORE_AT_RISK
 from tests.unit.megatron_args import EXPERTS, parsed
 
@@ -133,22 +133,19 @@ def test_logits_of_another_type_are_refused() -> None:
 def test_logits_of_another_type_are_refused_in_a_caat_net() -> None:
     """Its output layer is of the same product, whatever else is compressed; the line names the flag."""
     session = Session(CompressionConfig(caat_net=CaatNetConfig(sync_fraction=0.5)))
-
-    def attach(output_dtype: torch.dtype | None) -> None:
-        model = [output_layer(output_dtype)]
-        session.dimensions["tensor_parallel"].attach(model)
-        session.dimensions["caat_net"].attach(model)
-
     line = (
         r"--caat-net-sync-fraction does not cover output_layer: its output is float32; "
         r"drop --output-logit-dtype \(logit_dtype of the model\)$"
     )
+    model = output_layer(torch.float32)
+    session.dimensions["tensor_parallel"].attach([model])
     with pytest.raises(CompressionConfigError, match=line):
-        attach(torch.float32)
+        session.dimensions["caat_net"].attach([model])
     for dtype in (None, torch.bfloat16):
-        # The layer is taken; the stand-in has no transformer block to go on with.
-        with pytest.raises(AttributeError, match="decoder"):
-            attach(dtype)
+        model = output_layer(dtype)
+        assert reason_without_site(model.output_layer) is None
+        session.dimensions["tensor_parallel"].attach([model])
+        assert model.output_layer.site is not None
 
 
 @pytest.mark.parametrize("name", ["moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"])
