@@ -224,6 +224,22 @@ def run_of(row: dict) -> tuple[str, ...]:
     return (row.get("row", ""), *key.values())
 
 
+def uncompressed_in_halves(rows: list[dict], run: tuple[str, ...]) -> str:
+    """Return the milliseconds of a run's uncompressed rows in halves, as the file has them.
+
+    Args:
+        rows: what a benchmark has written.
+        run: from ``run_of``.
+    """
+    halves = []
+    for row in rows:
+        if key_of(row)["codec"] == "none, halves" and run_of(row) == run:
+            halves.append(row["milliseconds"])
+    if not halves:
+        return ""
+    return f"{statistics.fmean(halves):.1f}"
+
+
 def measured(rows: list[dict], **stamp: str) -> list[dict]:
     """Return a benchmark's rows as the file's: each compressed one against the mean of the
     uncompressed ones, and of those in halves.
@@ -249,10 +265,6 @@ def measured(rows: list[dict], **stamp: str) -> list[dict]:
             "least": row["least"],
             "most": row["most"],
         }
-        halves = []
-        for base in rows:
-            if key_of(base)["codec"] == "none, halves" and run_of(base) == run:
-                halves.append(base["milliseconds"])
         memory = [f"{size / 1e9:.1f}" for size in row.get("peak_memory", {}).values()]
         result.append(
             {
@@ -260,7 +272,7 @@ def measured(rows: list[dict], **stamp: str) -> list[dict]:
                 **{name: f"{value:.1f}" for name, value in times.items()},
                 "memory": ", ".join(memory),
                 **stamp,
-                "halves": f"{statistics.fmean(halves):.1f}" if halves else "",
+                "halves": uncompressed_in_halves(rows, run),
             }
         )
     return result

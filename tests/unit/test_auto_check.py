@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.compression.auto import check as checks
-from megatron.compression.auto.check import Check, Trial, Verdict, trials
+from megatron.compression.auto.check import Check, Trial, Verdict, trials_of
 
 TURN = checks.BLOCK
 """Iterations of one block of the check, which leaves one dimension or none uncompressed."""
@@ -26,20 +26,20 @@ class CheckedRun:
         self.clock = 0.0
         self.verdicts: list[Verdict] = []
         """One, when the check has ended."""
-        self.way = Trial()
+        self.trial = Trial()
         """How the run trains now."""
-        self.ways: list[Trial] = []
+        self.trials: list[Trial] = []
         """How it trained in each iteration."""
         monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
         monkeypatch.setattr(checks.time, "perf_counter", lambda: self.clock)
 
-    def take(self, way: Trial) -> None:
-        self.way = way
+    def take(self, trial: Trial) -> None:
+        self.trial = trial
 
     @property
     def history(self) -> list[set[str]]:
         """The traffic that was left uncompressed in each iteration."""
-        return [left_out(way) for way in self.ways]
+        return [left_out(trial) for trial in self.trials]
 
     @property
     def gains(self) -> list[dict[str, float]]:
@@ -49,7 +49,7 @@ class CheckedRun:
     @property
     def off(self) -> set[str]:
         """Dimensions that the check has switched off."""
-        return set(self.way.off)
+        return set(self.trial.off)
 
     def train(
         self,
@@ -70,9 +70,11 @@ class CheckedRun:
             skipped: iterations that Megatron skips.
             capturing: iterations at the beginning of a block that a CUDA graph's capture takes.
         """
-        ways = trials(dimensions)
-        check = Check(ways, dimensions, first, self.take, self.verdicts.append, capturing=capturing)
-        return self.follow(check, lambda way: seconds(left_out(way)), iterations, skipped)
+        trials = trials_of(dimensions)
+        check = Check(
+            trials, dimensions, first, self.take, self.verdicts.append, capturing=capturing
+        )
+        return self.follow(check, lambda trial: seconds(left_out(trial)), iterations, skipped)
 
     def follow(
         self,
@@ -91,17 +93,17 @@ class CheckedRun:
         """
         for iteration in range(iterations):
             self.iteration = iteration
-            self.ways.append(self.way)
-            self.clock += seconds(self.way)
+            self.trials.append(self.trial)
+            self.clock += seconds(self.trial)
             if iteration not in skipped:
                 check.on_training_log(iteration + 1)
         return self
 
 
-def left_out(way: Trial) -> set[str]:
+def left_out(trial: Trial) -> set[str]:
     """Return the traffic that a way to train leaves uncompressed."""
     traffic = {"tensor_parallel": "tp.forward", "data_parallel": "dp.weight"}
-    return {traffic[dimension] for dimension in way.off}
+    return {traffic[dimension] for dimension in trial.off}
 
 
 @pytest.fixture
@@ -242,27 +244,27 @@ def milliseconds(none: float, codec: float, halves: float, both: float, safer: f
         safer: through the codec that costs less loss, in halves.
     """
 
-    def seconds(way: Trial) -> float:
-        if way.off:
-            return halves if way.halves else none
-        if not way.halves:
+    def seconds(trial: Trial) -> float:
+        if trial.off:
+            return halves if trial.halves else none
+        if not trial.halves:
             return codec
-        return safer if way.recipe else both
+        return safer if trial.recipe else both
 
     return seconds
 
 
-def loss_of(way: Trial) -> float:
+def loss_of(trial: Trial) -> float:
     """Return the loss of a way: six bits were decided, and eight are safer."""
-    if way.off:
+    if trial.off:
         return 0.0
-    return 0.006 if way.recipe else 0.067
+    return 0.006 if trial.recipe else 0.067
 
 
 def tried(run: CheckedRun, seconds: Callable[[Trial], float], **settings) -> CheckedRun:
     """Run the whole check of a codec of tensor parallelism and of halves."""
-    ways = trials(TENSOR, halves=True, safer=SAFER)
-    check = Check(ways, TENSOR, 0, run.take, run.verdicts.append, loss_of, **settings)
+    trials = trials_of(TENSOR, halves=True, safer=SAFER)
+    check = Check(trials, TENSOR, 0, run.take, run.verdicts.append, loss_of, **settings)
     return run.follow(check, seconds, FIRST_BLOCK + check.iterations + 3)
 
 
@@ -293,7 +295,7 @@ SAFE_IN_HALVES = Trial(halves=True, recipe=SAFER)
 )
 def test_the_fastest_schedule_is_taken_and_never_one_that_loses(run, times, taken):
     tried(run, milliseconds(*times))
-    assert run.way == taken
+    assert run.trial == taken
     fastest = min(times)
     reached = milliseconds(*times)(taken)
     assert reached <= fastest * 1.03
@@ -305,66 +307,66 @@ def test_each_way_has_its_blocks_in_both_rounds(run):
     round_ = [WHOLE] * TURN + [NOTHING] * TURN + [ONLY_HALVES] * TURN
     round_ += [IN_HALVES] * TURN + [SAFE_IN_HALVES] * TURN
     end = FIRST_BLOCK + 2 * len(round_)
-    assert run.ways[FIRST_BLOCK:end] == round_ * 2
-    assert run.ways[end:] == [SAFE_IN_HALVES] * 3
+    assert run.trials[FIRST_BLOCK:end] == round_ * 2
+    assert run.trials[end:] == [SAFE_IN_HALVES] * 3
 
 
 def test_halves_alone_are_tried_where_no_codec_was_decided(run):
     """Nothing is compressed, so there are two ways, and the run may still gain."""
-    ways = trials((), halves=True)
-    assert ways == [Trial(), Trial(halves=True)]
-    check = Check(ways, (), 0, run.take, run.verdicts.append)
-    run.follow(check, lambda way: 0.75 if way.halves else 1.0, 40)
-    assert run.way == Trial(halves=True)
+    trials = trials_of((), halves=True)
+    assert trials == [Trial(), Trial(halves=True)]
+    check = Check(trials, (), 0, run.take, run.verdicts.append)
+    run.follow(check, lambda trial: 0.75 if trial.halves else 1.0, 40)
+    assert run.trial == Trial(halves=True)
     assert run.gains == [{}]
 
 
 def test_a_codec_is_not_tried_in_halves_where_its_sums_fill_the_gpu():
-    assert trials(TENSOR, halves=True, overlaps=False) == [WHOLE, NOTHING, ONLY_HALVES]
+    assert trials_of(TENSOR, halves=True, overlaps=False) == [WHOLE, NOTHING, ONLY_HALVES]
 
 
 def test_other_dimensions_are_decided_beside_halves(run):
     """Data parallelism's codec costs time; tensor parallelism gains in halves."""
-    ways = trials(BOTH, halves=True, safer=SAFER)
+    trials = trials_of(BOTH, halves=True, safer=SAFER)
 
-    def seconds(way: Trial) -> float:
-        total = 0.5 if way.halves else 1.0
-        if "data_parallel" not in way.off:
+    def seconds(trial: Trial) -> float:
+        total = 0.5 if trial.halves else 1.0
+        if "data_parallel" not in trial.off:
             total += 0.1
-        return total + (0.2 if "tensor_parallel" in way.off else 0.0)
+        return total + (0.2 if "tensor_parallel" in trial.off else 0.0)
 
-    check = Check(ways, BOTH, 0, run.take, run.verdicts.append, loss_of)
+    check = Check(trials, BOTH, 0, run.take, run.verdicts.append, loss_of)
     run.follow(check, seconds, FIRST_BLOCK + check.iterations + 1)
-    assert run.way == Trial(frozenset({"data_parallel"}), halves=True, recipe=SAFER)
+    assert run.trial == Trial(frozenset({"data_parallel"}), halves=True, recipe=SAFER)
 
 
 def test_halves_can_be_left_out_before_the_first_block(run):
-    ways = trials(TENSOR, halves=True, safer=SAFER)
-    check = Check(ways, TENSOR, 0, run.take, run.verdicts.append, loss_of)
+    trials = trials_of(TENSOR, halves=True, safer=SAFER)
+    check = Check(trials, TENSOR, 0, run.take, run.verdicts.append, loss_of)
     assert check.tries_halves
     check.leave_out_halves()
     assert not check.tries_halves
     run.follow(check, milliseconds(720, 414, 551, 351, 354), FIRST_BLOCK + check.iterations + 1)
-    assert not any(way.halves for way in run.ways)
-    assert run.way == WHOLE
+    assert not any(trial.halves for trial in run.trials)
+    assert run.trial == WHOLE
 
 
 def test_what_is_within_the_noise_is_not_taken(run):
     """Iterations of 0.9 and 1.1 s around a median: three percent less tells nothing."""
     noise = [0.9, 1.1, 1.0]
 
-    def seconds(way: Trial) -> float:
+    def seconds(trial: Trial) -> float:
         factor = noise[run.iteration % 3]
-        return factor * milliseconds(1.0, 0.97, 0.97, 0.97, 0.97)(way)
+        return factor * milliseconds(1.0, 0.97, 0.97, 0.97, 0.97)(trial)
 
     tried(run, seconds)
-    assert run.way == NOTHING
+    assert run.trial == NOTHING
 
 
 def test_what_the_check_costs_is_counted(run):
     """Each round has four blocks of other ways than the one that is taken, at 1 s instead of
     0.5."""
-    tried(run, lambda way: 0.5 if way == IN_HALVES else 1.0)
+    tried(run, lambda trial: 0.5 if trial == IN_HALVES else 1.0)
     (verdict,) = run.verdicts
     # The last block was another way: its first iteration is lost once more.
     lost = 2 * 4 * TURN * 0.5
@@ -373,18 +375,18 @@ def test_what_the_check_costs_is_counted(run):
 
 def test_in_graphs_a_capture_that_comes_again_is_counted(run):
     """Iterations that warm up and capture take 9 s; replays 1 s, in halves a half."""
-    state = {"way": None, "slow": 0}
+    state = {"trial": None, "slow": 0}
 
-    def seconds(way: Trial) -> float:
-        state["slow"] = 3 if way != state["way"] else state["slow"] - 1
-        state["way"] = way
+    def seconds(trial: Trial) -> float:
+        state["slow"] = 3 if trial != state["trial"] else state["slow"] - 1
+        state["trial"] = trial
         if state["slow"] > 0:
             return 9.0
-        return 0.5 if way == ONLY_HALVES else 1.0
+        return 0.5 if trial == ONLY_HALVES else 1.0
 
     tried(run, seconds, capturing=3)
     (verdict,) = run.verdicts
-    assert run.way == ONLY_HALVES
+    assert run.trial == ONLY_HALVES
     # The first block goes on as the warm-up did; the four others begin with a capture.
     others = 3 * (3 * 9.0 + TURN * 1.0)
     taken = 3 * 9.0 + TURN * 0.5
@@ -396,6 +398,6 @@ def test_in_graphs_a_capture_that_comes_again_is_counted(run):
 
 def test_the_most_iterations_of_a_check():
     """A benchmark runs as many before it measures."""
-    ways = trials(("tensor_parallel", "data_parallel"), halves=True, safer=SAFER)
-    check = Check(ways, BOTH, 0, lambda way: None, lambda verdict: None, capturing=4)
+    trials = trials_of(("tensor_parallel", "data_parallel"), halves=True, safer=SAFER)
+    check = Check(trials, BOTH, 0, lambda trial: None, lambda verdict: None, capturing=4)
     assert checks.most_iterations(2, 4) == FIRST_BLOCK + check.iterations

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.compression.auto import automatic
 from megatron.compression.auto.automatic import Automatic
-from megatron.compression.auto.check import Check, trials
+from megatron.compression.auto.check import Check, trials_of
 from megatron.compression.auto.host import ITERATIONS, HostWatch, LayerTimes
 from megatron.compression.flags import resolve
 from megatron.compression.session import Session
@@ -201,8 +201,8 @@ def test_halves_are_not_tried_where_the_host_launches_too_slowly(
 ) -> None:
     monkeypatch.setattr(automatic, "largest", lambda *values: list(values))
     run, log = begin()
-    ways = trials(("tensor_parallel",), halves=True)
-    run._check = Check(ways, ("tensor_parallel",), 0, lambda way: None, lambda verdict: None)
+    trials = trials_of(("tensor_parallel",), halves=True)
+    run._check = Check(trials, ("tensor_parallel",), 0, lambda trial: None, lambda verdict: None)
     run._refuse_slow_halves(watched(machine))
     assert run._check.tries_halves == tried
     reason = "halves are not tried: the host would launch twice as many kernels, in 2.0 times"

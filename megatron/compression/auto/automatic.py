@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.compression import graphs
 from megatron.compression.auto import plan as plans
-from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict, trials
+from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict, trials_of
 from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config, dimension_config
 from megatron.compression.auto.messages import HALVES_COST
@@ -152,7 +152,7 @@ class Automatic:
             chunks: this stage's, attached.
         """
         compressed = list(plan.recipes())
-        ways = [Trial()]
+        trials = [Trial()]
         if not plan.checked and graphs.by_layer(self.args):
             if compressed:
                 self._tell(
@@ -163,14 +163,14 @@ class Automatic:
             halves = self._can_try_halves(plan, chunks)
             overlaps = halves and TENSOR in compressed and self._payloads_overlap()
             safer = self._safer_recipe(plan) if overlaps else ""
-            ways = trials(compressed, halves, overlaps, safer)
+            trials = trials_of(compressed, halves, overlaps, safer)
         # Each block of iterations is captured anew, after its warm-up.
         capturing = 0
         if graphs.whole_iterations(self.args):
             capturing = self.args.cuda_graph_warmup_steps + 1
-        self._rules = {way.recipe: self._rules_of(way.recipe) for way in ways}
+        self._rules = {trial.recipe: self._rules_of(trial.recipe) for trial in trials}
         self._check = Check(
-            ways,
+            trials,
             compressed,
             self.session.config.start_iteration or 0,
             self._take,
@@ -290,28 +290,28 @@ class Automatic:
             rules |= config.rules(start, train_iterations(self.args))
         return rules
 
-    def _take(self, way: Trial) -> None:
+    def _take(self, trial: Trial) -> None:
         """Train in one of the compared ways from the next iteration on."""
         policy = self.session.run.policy
         traffic = {
             name
             for name in TRAFFIC
-            for dimension in way.off
+            for dimension in trial.off
             if name.startswith(PARALLELISMS[dimension].traffic)
         }
         # A method of a set: every message asks.
         policy.left_out = frozenset(traffic).__contains__ if traffic else None
-        policy.rules = self._rules[way.recipe]
-        policy.schedule = (way.halves, way.recipe)
+        policy.rules = self._rules[trial.recipe]
+        policy.schedule = (trial.halves, trial.recipe)
         for chunk in self._halved:
-            halves_block.switch(chunk, way.halves)
+            halves_block.switch(chunk, trial.halves)
 
-    def _loss_of(self, way: Trial) -> float:
+    def _loss_of(self, trial: Trial) -> float:
         """Return the percent of validation loss that tensor parallelism costs in a way to train."""
-        if TENSOR in way.off or self.plan is None:
+        if TENSOR in trial.off or self.plan is None:
             return 0.0
-        if way.recipe:
-            return _tensor_recipe(way.recipe).loss
+        if trial.recipe:
+            return _tensor_recipe(trial.recipe).loss
         tensor = self.plan.of(TENSOR)
         return 0.0 if tensor is None else tensor.loss
 
@@ -334,7 +334,7 @@ class Automatic:
         if verdict.trial.recipe and TENSOR not in verdict.trial.off:
             recipe = _tensor_recipe(verdict.trial.recipe)
             plan = plan.with_recipe(TENSOR, recipe, f"in halves as fast; loss: {recipe.source}")
-        if any(way.halves for way in verdict.timings):
+        if any(trial.halves for trial in verdict.timings):
             self._tell(self._schedules(verdict))
             plan = replace(plan, halves=verdict.trial.halves)
         seconds = _seconds_of(verdict)
@@ -354,13 +354,13 @@ class Automatic:
         assert self.plan is not None
         tensor = self.plan.of(TENSOR)
         parts = []
-        for way, timing in verdict.timings.items():
-            if not way.off <= {TENSOR}:
+        for trial, timing in verdict.timings.items():
+            if not trial.off <= {TENSOR}:
                 continue
             name = "uncompressed"
-            if TENSOR not in way.off and tensor is not None and tensor.chosen:
-                name = way.recipe or tensor.name
-            if way.halves:
+            if TENSOR not in trial.off and tensor is not None and tensor.chosen:
+                name = trial.recipe or tensor.name
+            if trial.halves:
                 name += " in halves"
             parts.append(f"{name} {1e3 * timing.seconds:.4g} ms")
         decision = "halves are taken" if verdict.trial.halves else "halves are not taken"
@@ -444,10 +444,10 @@ def _tensor_recipe(name: str) -> Recipe:
 
 def _seconds_of(verdict: Verdict) -> float:
     """Return the seconds of an iteration of what a check has decided; 0: not known."""
-    trial = verdict.trial
+    chosen = verdict.trial
     # Other dimensions are switched off one by one, and not in halves.
-    for way in (trial, replace(trial, off=trial.off & {TENSOR}), Trial()):
-        timing = verdict.timings.get(way)
+    for trial in (chosen, replace(chosen, off=chosen.off & {TENSOR}), Trial()):
+        timing = verdict.timings.get(trial)
         if timing is not None and timing.seconds > 0:
             return timing.seconds
     return 0.0

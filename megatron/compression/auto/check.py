@@ -67,7 +67,7 @@ class Verdict:
     """By how much all iterations of the check took longer than as many by ``trial``."""
 
 
-def trials(
+def trials_of(
     dimensions: Sequence[str], halves: bool = False, overlaps: bool = True, safer: str = ""
 ) -> list[Trial]:
     """Return the ways to train that a run compares, in the order of their blocks.
@@ -81,17 +81,17 @@ def trials(
         safer: name of a recipe of tensor parallelism that costs less loss than the decided one, to
             be tried in halves, which may hide its additional bytes; empty: there is none.
     """
-    ways = [Trial()] + [Trial(frozenset({dimension})) for dimension in dimensions]
+    trials = [Trial()] + [Trial(frozenset({dimension})) for dimension in dimensions]
     if not halves:
-        return ways
+        return trials
     if TENSOR not in dimensions:
-        return [*ways, Trial(halves=True)]
-    ways.append(Trial(frozenset({TENSOR}), halves=True))
+        return [*trials, Trial(halves=True)]
+    trials.append(Trial(frozenset({TENSOR}), halves=True))
     if overlaps:
-        ways.append(Trial(halves=True))
+        trials.append(Trial(halves=True))
         if safer:
-            ways.append(Trial(halves=True, recipe=safer))
-    return ways
+            trials.append(Trial(halves=True, recipe=safer))
+    return trials
 
 
 def judge(
@@ -104,7 +104,7 @@ def judge(
     timings are uncertain by if that is more.
 
     Args:
-        timings: of all ``trials`` of the dimensions.
+        timings: of all trials of the dimensions.
         dimensions: those that are compressed.
         loss_of: percent of validation loss that tensor parallelism costs in a trial.
     """
@@ -133,17 +133,17 @@ def _best_of_tensor_parallelism(
 ) -> Trial:
     """Return the trial by whose schedule and codec tensor parallelism goes."""
     base = Trial(frozenset({TENSOR})) if TENSOR in dimensions else Trial()
-    ways = [way for way in timings if way.off <= base.off]
+    trials = [trial for trial in timings if trial.off <= base.off]
     # Not timed at all, since Megatron has skipped their iterations: as it was decided.
     if math.isnan(timings[base].seconds + timings[Trial()].seconds):
         return Trial()
     # From what costs no loss to what costs the most: a later one has to be clearly faster than the
     # one that stands. So the result is at most the margin behind the fastest.
-    ways.sort(key=lambda way: (loss_of(way), way.halves))
+    trials.sort(key=lambda trial: (loss_of(trial), trial.halves))
     best = base
-    for way in ways:
-        if _gain(timings[best], timings[way]) >= _margin(timings[best], timings[way]):
-            best = way
+    for trial in trials:
+        if _gain(timings[best], timings[trial]) >= _margin(timings[best], timings[trial]):
+            best = trial
     return best
 
 
@@ -152,7 +152,7 @@ def _gain_of_tensor_parallelism(timings: Mapping[Trial, Timing], best: Trial) ->
     of the best way where that is uncompressed."""
     if TENSOR not in best.off:
         return _gain(timings[Trial(frozenset({TENSOR}))], timings[best])
-    compressed = [timing for way, timing in timings.items() if not way.off]
+    compressed = [timing for trial, timing in timings.items() if not trial.off]
     return _gain(timings[best], min(compressed, key=lambda timing: timing.seconds))
 
 
@@ -184,7 +184,7 @@ class Check:
     nothing is sent to agree on a switch.
 
     Args:
-        ways: from ``trials``; a single one means that there is nothing to compare.
+        trials: from ``trials_of``; a single one means that there is nothing to compare.
         dimensions: those that are compressed.
         first: the first iteration, counted from 0, that compresses anything.
         take: called on all ranks with the way to train from the next iteration on.
@@ -196,12 +196,12 @@ class Check:
 
     def __init__(
         self,
-        ways: Sequence[Trial],
+        trials: Sequence[Trial],
         dimensions: Sequence[str],
         first: int,
         take: Callable[[Trial], None],
         decided: Callable[[Verdict], None],
-        loss_of: Callable[[Trial], float] = lambda way: 0.0,
+        loss_of: Callable[[Trial], float] = lambda trial: 0.0,
         capturing: int = 0,
     ) -> None:
         self._dimensions = dimensions
@@ -212,7 +212,7 @@ class Check:
         self._untimed = 1 + capturing
         self._block_length = BLOCK + capturing
         self._rounds = 1 if capturing else ROUNDS
-        self._ways = list(ways)
+        self._trials = list(trials)
         self._set_blocks()
         self._starts_at: int | None = None
         """The number of logged iterations, skipped ones included, from which on blocks run."""
@@ -224,24 +224,24 @@ class Check:
 
     def _set_blocks(self) -> None:
         """Lay out a block for each way in every round."""
-        ways = self._ways
-        self._blocks = ways * self._rounds
-        self._times: dict[Trial, list[float]] = {way: [] for way in ways}
+        trials = self._trials
+        self._blocks = trials * self._rounds
+        self._times: dict[Trial, list[float]] = {trial: [] for trial in trials}
         """Seconds of timed iterations."""
-        self._slowdown: dict[Trial, float] = {way: 0.0 for way in ways}
+        self._slowdown: dict[Trial, float] = {trial: 0.0 for trial in trials}
         """Seconds of the untimed iterations of a block, the last one of its kind."""
-        self.done = len(ways) < 2
+        self.done = len(trials) < 2
         self.iterations = 0 if self.done else self._block_length * len(self._blocks)
         """Of all blocks."""
 
     @property
     def tries_halves(self) -> bool:
         """True where halves are still to be compared."""
-        return self._position is None and any(way.halves for way in self._ways)
+        return self._position is None and any(trial.halves for trial in self._trials)
 
     def leave_out_halves(self) -> None:
         """Compare whole micro-batches only; before the first block, on all ranks."""
-        self._ways = [way for way in self._ways if not way.halves]
+        self._trials = [trial for trial in self._trials if not trial.halves]
         self._set_blocks()
 
     def on_training_log(self, iteration: int) -> None:
@@ -273,16 +273,16 @@ class Check:
         """Note the time of an iteration of a block, and begin the next block after the last one."""
         position = self._position or 0
         block, index = divmod(position, self._block_length)
-        way = self._blocks[block]
+        trial = self._blocks[block]
         seconds = now - self._last_time
         # Between two that do not follow each other Megatron has skipped some (--iterations-to-skip).
         if iteration == self._last_iteration + 1:
             if index >= self._untimed:
-                self._times[way].append(seconds)
+                self._times[trial].append(seconds)
             elif index == 0:
-                self._slowdown[way] = seconds
+                self._slowdown[trial] = seconds
             else:
-                self._slowdown[way] += seconds
+                self._slowdown[trial] += seconds
         self._position = position + 1
         if self._position == self.iterations:
             self._decide(now)
@@ -291,12 +291,13 @@ class Check:
 
     def _decide(self, now: float) -> None:
         """Compare the slowest rank's medians, and go by the best way."""
-        local = [timing_of(self._times[way]) for way in self._times]
+        local = [timing_of(self._times[trial]) for trial in self._times]
         # All ranks go the same way, so all decide by the slowest one's times.
         seconds = largest(*(timing.seconds for timing in local))
         noise = largest(*(timing.noise for timing in local))
         timings = {
-            way: Timing(*values) for way, *values in zip(self._times, seconds, noise, strict=True)
+            trial: Timing(*values)
+            for trial, *values in zip(self._times, seconds, noise, strict=True)
         }
         trial, gains = judge(timings, self._dimensions, self._loss_of)
         (extra,) = largest(self._extra_seconds(now - self._began, trial, timings))
@@ -333,6 +334,6 @@ def most_iterations(dimensions: int, capturing: int = 0) -> int:
         dimensions: how many have ranks.
         capturing: further iterations of a block, in which a CUDA graph is captured; 0: none is.
     """
-    ways = trials([TENSOR, *map(str, range(dimensions - 1))], halves=True, safer="safer")
+    trials = trials_of([TENSOR, *map(str, range(dimensions - 1))], halves=True, safer="safer")
     rounds = 1 if capturing else ROUNDS
-    return 1 + WARM_UP + rounds * len(ways) * (BLOCK + capturing)
+    return 1 + WARM_UP + rounds * len(trials) * (BLOCK + capturing)

@@ -327,6 +327,10 @@ def _kernel_times(codec: Codec) -> KernelTimes:
     return KERNELS.get(name, KERNELS[SLOWEST])
 
 
+RulesOf = Mapping[tuple[str, Recipe], dict[str, Rule]]
+"""Dimension and recipe -> the policy's rules."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of the table."""
@@ -423,7 +427,7 @@ class Estimate:
         """
         rows = [self.row("uncompressed", {}, 0.0)]
         gains: dict[str, dict[Recipe, float]] = {}
-        rules_of: dict[tuple[str, Recipe], Mapping[str, Rule]] = {}
+        rules_of: dict[tuple[str, Recipe], dict[str, Rule]] = {}
         for dimension in {message.dimension: None for message in self.work.messages}:
             for recipe in RECIPES[dimension]:
                 try:
@@ -452,12 +456,7 @@ class Estimate:
         sends = any(message.dimension == "tensor_parallel" for message in self.work.messages)
         return sends and halves_refusal(self.args) is None
 
-    def _choice(
-        self,
-        chosen: Mapping[str, Recipe],
-        rules_of: Mapping[tuple[str, Recipe], Mapping[str, Rule]],
-        budget: float,
-    ) -> Row:
+    def _choice(self, chosen: Mapping[str, Recipe], rules_of: RulesOf, budget: float) -> Row:
         """Return the row of what ``--compression auto`` would come to by these predictions.
 
         Args:
@@ -465,39 +464,58 @@ class Estimate:
             rules_of: the rules of each recipe of a dimension.
             budget: percent of validation loss.
         """
+        candidates = self._candidates(chosen, rules_of)
+        # As the run's check: a step to a larger loss has to gain.
+        candidates.sort(key=lambda candidate: candidate.loss or 0.0)
+        best = candidates[0]
+        for candidate in candidates:
+            if 1 - candidate.seconds / best.seconds >= LEAST_GAIN:
+                best = candidate
+        return replace(best, name=f"within {budget:g} %: {best.name}")
 
-        def row(recipes: Mapping[str, Recipe], halves: bool) -> Row:
-            rules: dict[str, Rule] = {}
-            words = []
-            for dimension, recipe in recipes.items():
-                rules |= rules_of[dimension, recipe]
-                words.append(flag(dimension, recipe))
-            if halves:
-                words.append(HALVES)
-            loss = sum(recipe.loss for recipe in recipes.values())
-            return self.row(
-                f"within {budget:g} %: {' '.join(words) or 'nothing'}", rules, loss, halves
-            )
+    def _candidates(self, chosen: Mapping[str, Recipe], rules_of: RulesOf) -> list[Row]:
+        """Return rows of what a run would compare, uncompressed first.
 
-        ways = [row({}, False), row(chosen, False)]
+        Args:
+            chosen: recipes by dimension, from what each gains alone.
+            rules_of: the rules of each recipe of a dimension.
+        """
+        nothing: dict[str, Recipe] = {}
+        candidates = [self._together(nothing, rules_of), self._together(chosen, rules_of)]
         # Together they may gain less than each alone: the host launches for all of them.
         for dimension in chosen:
-            ways.append(row(_without(chosen, dimension), False))
-        if self.covers_halves:
-            ways.append(row(_without(chosen, "tensor_parallel"), True))
-            ways.append(row(chosen, True))
-            # Halves may hide the bytes of a codec that costs less loss.
-            for dimension, recipe in rules_of:
-                decided = chosen.get(dimension)
-                if dimension == "tensor_parallel" and decided and recipe.loss < decided.loss:
-                    ways.append(row({**chosen, dimension: recipe}, True))
-        # As the run's check: a step to a larger loss has to gain.
-        ways.sort(key=lambda way: way.loss or 0.0)
-        best = ways[0]
-        for way in ways:
-            if 1 - way.seconds / best.seconds >= LEAST_GAIN:
-                best = way
-        return best
+            candidates.append(self._together(_without(chosen, dimension), rules_of))
+        if not self.covers_halves:
+            return candidates
+        in_halves = [_without(chosen, "tensor_parallel"), chosen]
+        # Halves may hide the bytes of a codec that costs less loss.
+        decided = chosen.get("tensor_parallel")
+        for dimension, recipe in rules_of:
+            if dimension == "tensor_parallel" and decided and recipe.loss < decided.loss:
+                in_halves.append({**chosen, dimension: recipe})
+        return candidates + [
+            self._together(recipes, rules_of, halves=True) for recipes in in_halves
+        ]
+
+    def _together(
+        self, recipes: Mapping[str, Recipe], rules_of: RulesOf, halves: bool = False
+    ) -> Row:
+        """Return the row of recipes of several dimensions at once.
+
+        Args:
+            recipes: by dimension; the others go uncompressed.
+            rules_of: the rules of each recipe of a dimension.
+            halves: whether halves of a micro-batch are interleaved.
+        """
+        rules: dict[str, Rule] = {}
+        words = []
+        for dimension, recipe in recipes.items():
+            rules |= rules_of[dimension, recipe]
+            words.append(flag(dimension, recipe))
+        if halves:
+            words.append(HALVES)
+        loss = sum(recipe.loss for recipe in recipes.values())
+        return self.row(" ".join(words) or "nothing", rules, loss, halves)
 
 
 def _without(recipes: Mapping[str, Recipe], dimension: str) -> dict[str, Recipe]:

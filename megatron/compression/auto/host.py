@@ -152,14 +152,15 @@ class HostWatch:
         gpu = self._spans(self._events, lambda begin, end: 1e-3 * begin.elapsed_time(end))
         if "forward" not in self._host or "forward" not in gpu:
             return
+        seconds = {
+            "host_forward": self._host["forward"] / self._span,
+            "gpu_forward": gpu["forward"] / self._span,
+        }
         # Recomputed layers have no backward of their own here; what is known counts.
-        has_backward = "backward" in self._host and "backward" in gpu
-        self.times = LayerTimes(
-            host_forward=self._host["forward"] / self._span,
-            gpu_forward=gpu["forward"] / self._span,
-            host_backward=self._host["backward"] / self._span if has_backward else 0.0,
-            gpu_backward=gpu["backward"] / self._span if has_backward else 0.0,
-        )
+        if "backward" in self._host and "backward" in gpu:
+            seconds["host_backward"] = self._host["backward"] / self._span
+            seconds["gpu_backward"] = gpu["backward"] / self._span
+        self.times = LayerTimes(**seconds)
 
     @staticmethod
     def _spans(marks: dict[str, Any], between: Callable[[Any, Any], float]) -> dict[str, float]:
