@@ -78,6 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--weights", type=Path, help="the GGUF file (default: fetched into the work folder)")
     add("--tokens", type=Path, help="folder of the tokenized text (default: in the work folder)")
     add("--settings", nargs="+", default=SETTINGS, help="codecs (settings.py), or controls")
+    add("--also-as-is", nargs="+", default=(), help="further settings, measured as it is alone")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="as-is, tuned (default: both)")
     add("--seeds", type=int, nargs="+", default=(0, 1, 2), help="of tuned runs (default: 0 1 2)")
     add("--ranks", type=int, default=2, help="simulated tensor-parallel ranks (default: 2)")
@@ -149,7 +150,10 @@ def plan(args: argparse.Namespace) -> list[Run]:
     if "tuned" in args.kinds:
         for name in (BASE, *args.settings):
             runs += [Run("tuned", name, args.ranks, seed) for seed in args.seeds]
-    return runs
+    further = [name for name in args.also_as_is if name not in args.settings]
+    if further:
+        runs += [Run("as-is", name, args.ranks, 0) for name in (BASE, *further)]
+    return list(dict.fromkeys(runs))
 
 
 class Bench:

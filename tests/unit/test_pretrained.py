@@ -342,6 +342,12 @@ def test_uncompressed_runs_come_first(tmp_path: Path) -> None:
     ]
 
 
+def test_further_settings_are_measured_as_they_are_at_the_end(tmp_path: Path) -> None:
+    words = ("--kinds", "tuned", "--settings", "int8", "--seeds", "0", "--also-as-is", "int6")
+    planned = [(run.kind, run.name) for run in pretrained.plan(arguments(tmp_path, *words))]
+    assert planned == [("tuned", "none"), ("tuned", "int8"), ("as-is", "none"), ("as-is", "int6")]
+
+
 def test_every_default_setting_can_be_simulated() -> None:
     for name in pretrained.SETTINGS:
         assert pretrained.setting_named(name, 2).world_size in (2, 3)
