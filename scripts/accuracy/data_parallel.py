@@ -23,22 +23,32 @@ NODES = 2
 
 
 def sum_gradients(
-    rows: Tensor, hops: tuple[Codec, Codec], scale: float, unsharded: bool = False
+    rows: Tensor,
+    hops: tuple[Codec, Codec],
+    scale: float,
+    unsharded: bool = False,
+    nodes: int = NODES,
 ) -> Tensor:
     """Sum the ranks' gradients as compressed collectives do.
 
     Args:
-        rows: the gradients, [RANKS, n], n a multiple of 4096.
+        rows: the gradients, [ranks, n], n a multiple of 4096.
         hops: the codecs inside a node and between nodes.
         scale: what the sum is multiplied by.
-        unsharded: whether the sum is encoded once more, to be gathered.
+        unsharded: whether the sum is encoded once more, to be gathered; of several nodes alone.
+        nodes: nodes that the ranks are on, each the same number of ranks, of which there are two
+            and more.
 
     Returns:
         The scaled sum, fp32 [n].
     """
     inside, between = hops
     shape = rows.shape[1:]
-    payloads = inside.encode(rows).view(NODES, RANKS // NODES, 1, -1)
+    if nodes == 1:
+        # One exchange: every rank decodes and sums its shard of what all have sent.
+        assert not unsharded, "a sum of one node that all ranks keep is not simulated"
+        return inside.decode_sum(inside.encode(rows)[:, None], shape, torch.float32, scale)[0]
+    payloads = inside.encode(rows).view(nodes, len(rows) // nodes, 1, -1)
     # Each node decodes and sums what its ranks have sent, and encodes that for the other nodes.
     sums = [inside.decode_sum_encode(of_node, shape, between) for of_node in payloads]
     sums = torch.cat(sums)
