@@ -199,8 +199,8 @@ class Automatic:
             self._log(f" {line}")
         if not self._check.done:
             self._tell(
-                f"the first {self._check.iterations} iterations compare ways to train: with and "
-                f"without compression{', in halves and whole' if self._halved else ''}"
+                f"the first {self._check.iterations} iterations compare {self._check.count} ways "
+                f"to train{', some in halves' if self._check.tries_halves else ''}"
             )
         self.session.describe()
 

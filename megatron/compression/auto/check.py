@@ -235,6 +235,11 @@ class Check:
         """Of all blocks."""
 
     @property
+    def count(self) -> int:
+        """How many ways to train are compared."""
+        return len(self._trials)
+
+    @property
     def tries_halves(self) -> bool:
         """True where halves are still to be compared."""
         return self._position is None and any(trial.halves for trial in self._trials)
