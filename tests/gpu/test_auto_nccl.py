@@ -45,7 +45,7 @@ CONTEXT = "--context-parallel-size 2 --transformer-impl local --dp-compression n
 @pytest.mark.parametrize(
     ("layout", "dimensions"),
     [
-        ("--tensor-model-parallel-size 2", ["tensor_parallel"]),
+        ("--tensor-model-parallel-size 2 --micro-batch-size 1", ["tensor_parallel"]),
         ("--pipeline-model-parallel-size 2", ["pipeline_parallel"]),
         ("", ["data_parallel"]),
         (EXPERTS, ["data_parallel", "expert_parallel"]),
@@ -61,3 +61,24 @@ def test_a_run_decides_and_goes_on(tmp_path, layout: str, dimensions: list[str])
     choices = auto["dimensions"]
     assert auto["checked"] or not any(choice["chosen"] for choice in choices)
     assert [choice["dimension"] for choice in choices] == dimensions
+
+
+IN_HALVES = """--tensor-model-parallel-size 2 --transformer-impl local --attention-dropout 0
+    --micro-batch-size 2 --global-batch-size 4"""
+GRAPH = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
+
+
+@pytest.mark.parametrize(
+    ("graph", "iterations"), [(GRAPH, 4 + 5 * 8), ("", 4 + 2 * 5 * 4)], ids=["graph", "eager"]
+)
+def test_halves_are_compared_with_the_usual_schedule(tmp_path, graph: str, iterations: int) -> None:
+    """Over host memory, with a capture for each schedule in the graph; losses stay finite."""
+    flags = [*MODEL.split(), *IN_HALVES.split(), *graph.split(), "--compression", "auto"]
+    flags += ["--dp-compression", "none", "--train-iters", str(iterations + 2)]
+    report = train(*flags, processes=2, report=tmp_path / "report", NCCL_P2P_DISABLE="1")
+    auto = report["settings"]["auto"]
+    print("\n".join(auto["table"]), auto["cost_iterations"])
+    assert auto["checked"]
+    assert auto["cost_iterations"] > 0
+    overlap = report["settings"]["compression"]["tensor_parallel"]["overlap"]
+    assert (overlap == "halves") == auto["halves"]
