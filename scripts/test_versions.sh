@@ -47,8 +47,8 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 core_name=$core
 [ ! -d "$core" ] || core_name=checkout
 environment=.venvs/torch-$torch-triton-$triton-core-$core_name-python-$version
-pip() {
-    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+pip() { # without the constraints that this machine may have for others: versions are those asked for
+    PIP_CONSTRAINT=/dev/null "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
 # The other packages as in constraints.txt, so that a difference is that of the versions asked for.

@@ -19,8 +19,9 @@ the compiled kernel's launcher is called once with markers, and what it passes o
                      this call's  | fixed for the kernel         | this call's
 
 A launcher that passes anything else has no layout, and its kernels go through Triton. torch has a
-launcher of its own (``torch._inductor.runtime.static_triton_launcher``). It is not used: it is
-private as well and knows neither cooperative nor dependent launches. Their times were not compared.
+launcher of its own (``torch._inductor.runtime.static_triton_launcher``). It is not used: it takes
+no tuples as arguments and knows neither cooperative nor dependent launches, and from a compiled
+kernel to the C function it takes 0.9 us where this takes 0.6 (``tests.kernels.launch_times``).
 
 Everything goes through Triton where that would not do: under the interpreter, in a version of
 Triton that has not been tried, on other than CUDA devices, in debug mode, and while launch hooks or
