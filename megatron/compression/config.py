@@ -20,7 +20,7 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from megatron.compression import graphs
+from megatron.compression import graphs, loss_settings
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.communication.policy import Rule
 from megatron.compression.context_parallel.config import ContextParallelConfig
@@ -31,6 +31,7 @@ from megatron.compression.expert_parallel import flex
 from megatron.compression.expert_parallel.config import ExpertParallelConfig
 from megatron.compression.local_steps.config import LocalStepsConfig
 from megatron.compression.names import (
+    ACTIVATIONS,
     COMMUNICATORS,
     FLAG_NAMES,
     FLAGS,
@@ -44,9 +45,6 @@ from megatron.compression.tensor_parallel.config import TensorParallelConfig
 from megatron.compression.versions import MEGATRON_CORE_AT_RISK
 
 TransportChoice = Literal["auto", "collective", "symmetric", "host"]
-
-ACTIVATIONS = tuple(name for name in PARALLELISMS if name != "data_parallel")
-"""Dimensions that send activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +70,14 @@ class CompressionConfig:
         None,
         "How much validation loss --compression auto may spend over all dimensions together, in "
         "percent (default: 0.1).",
+    )
+
+    loss_interval: int | str | None = documented(
+        None,
+        "Measure every N iterations what compression costs in loss: the last micro-batch passes "
+        "forward with and without codecs. Without N as often as takes 1 % of the time. The log has "
+        "the cost and its standard error. With --compression auto a cost above the budget makes "
+        "the run take safer codecs.",
     )
 
     # When compression is on
@@ -152,6 +158,14 @@ class CompressionConfig:
             "must be a percentage >= 0",
             "give a number such as 0.1",
         )
+        interval = self.loss_interval
+        is_number = isinstance(interval, int) and not isinstance(interval, bool) and interval > 0
+        require(
+            "loss_interval",
+            interval in (None, loss_settings.AUTO) or is_number,
+            "must be a number of iterations >= 1, or auto",
+            "give auto to have it take 1 % of the time",
+        )
         # Halves overlap one half-batch's sums with the other's products, layer by layer; CAAT-Net
         # replaces the very layers that they need.
         if self.tensor_parallel.halves and self.caat_net.enabled:
@@ -180,6 +194,8 @@ class CompressionConfig:
             _require_use("loss_budget", undecided, setting("auto"))
         if self.validate_uncompressed:
             _require_use("validate_uncompressed", activations, f"{tensor}, {stages} or {experts}")
+        if self.loss_interval is not None:
+            _require_use("loss_interval", activations, f"{tensor}, {stages} or {experts}")
         if self.error_bound is not None:
             _require_use("error_bound", self._layers_compress, _LAYERS)
         if self.start_iteration:
@@ -236,6 +252,7 @@ class CompressionConfig:
         self.caat_net.check(args)
         self.local_steps.check(args)
         graphs.refuse_later_decisions(args, self)
+        loss_settings.check(args, self)
         # With --skip-train there is no iteration that could be too late.
         last = None if getattr(args, "skip_train", False) else train_iterations(args)
         if last and self.start_iteration is not None and self.start_iteration >= last:
@@ -309,6 +326,7 @@ class CompressionConfig:
         lines += self.caat_net.lines(args)
         lines += self.local_steps.lines(args)
         lines += graphs.lines(args, self)
+        lines += loss_settings.lines(args, self)
         lines += self._lines_of_whole_run(args)
         names = names_on_command_line(args) if names is None else names
         return [names.resolve(line) for line in lines]
@@ -410,6 +428,7 @@ SAME_RESULTS = {
     "transport",
     "report",
     "overlap",
+    "loss_interval",
     "data_centre",
     "address",
     "timeout_minutes",

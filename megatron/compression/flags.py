@@ -25,6 +25,7 @@ from megatron.compression.errors import (
     setting,
     spelled,
 )
+from megatron.compression.loss_settings import AUTO
 from megatron.compression.names import COMMUNICATORS, FLAG_NAMES, FLAGS, NODE_SIZE, PARALLELISMS
 
 _METAVARS = {
@@ -43,6 +44,7 @@ _METAVARS = {
     "--outer-timeout-minutes": "MINUTES",
     "--compression-min-mb": "MIB",
     "--compression-loss-budget": "PERCENT",
+    "--compression-loss-interval": "N",
     "--compression-start-iteration": "N",
     "--compression-error-bound": "ERROR",
     "--compression-report": "DIR",
@@ -167,6 +169,16 @@ def _all_dimensions(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text}: choose none, auto or taco-paper{hint}")
 
 
+def _interval(text: str) -> int | str:
+    """The value of ``--compression-loss-interval``: a number of iterations, or ``auto``."""
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give a number of iterations, or auto") from None
+
+
 def _field(path: str) -> Field:
     """The field of the config that has a setting's value."""
     section, _, name = path.rpartition(".")
@@ -185,6 +197,8 @@ def _options(flag: str, field: Field) -> dict[str, Any]:
     """The keywords of ``add_argument`` for a setting with one value."""
     if field.type is bool:
         return {"action": "store_true"}
+    if field.name == "loss_interval":
+        return {"nargs": "?", "const": AUTO, "type": _interval, "metavar": _METAVARS[flag]}
     # float | None is a number that has no default.
     value_type: Any = field.type
     if typing.get_origin(value_type) in (types.UnionType, typing.Union):

@@ -51,6 +51,8 @@ PARALLELISMS = {
 }
 """By name. The order is that of ``--help`` and of the log; data parallelism alone sends no
 activations."""
+ACTIVATIONS = tuple(name for name in PARALLELISMS if name != "data_parallel")
+"""Dimensions that send activations."""
 
 COMMUNICATORS = "MEGATRON_COMPRESSION_COMMUNICATORS"
 NODE_SIZE = "MEGATRON_COMPRESSION_NODE_SIZE"
@@ -82,6 +84,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--outer-timeout-minutes": ("local_steps.timeout_minutes",),
     "--compression-min-mb": ("tensor_parallel.min_mb",),
     "--compression-loss-budget": ("loss_budget",),
+    "--compression-loss-interval": ("loss_interval",),
     "--compression-start-iteration": ("start_iteration",),
     "--compression-transport": ("transport",),
     "--compression-error-bound": ("error_bound",),

@@ -106,7 +106,7 @@ def follow(session: "Session") -> Repetition | None:
         refuse_stages(config, reason)
         log(f"compression: lossless: the host waits before each message, since {reason}")
         return None
-    loop.repeat_passes()
+    loop.follow_passes()
     return Repetition(run, log)
 
 

@@ -15,16 +15,23 @@ decisions, bytes and gradients. Functions of other packages are replaced while o
 """
 
 from argparse import Namespace
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+=======
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+>>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron.compression import graphs, repetition
+from megatron.compression import graphs, loss_settings, repetition
 from megatron.compression.caat_net.hooks import CaatNet
 from megatron.compression.codecs.contract import check_contract
 from megatron.compression.codecs.grouped import fp8_in_software
@@ -39,10 +46,15 @@ from megatron.compression.context_parallel.hooks import ContextParallel
 from megatron.compression.dimension import Dimension, print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, refused_for
 from megatron.compression.expert_parallel.hooks import ExpertParallel
+from megatron.compression.extra_passes import Step
 from megatron.compression.fsdp2.hooks import DataParallel
+<<<<<<< HEAD
 from megatron.compression.local_steps.rounds import LocalSteps
+=======
+from megatron.compression.loss_meter import LossCost, LossMeter
+>>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
 from megatron.compression.names import PYTHON_NAMES, Names, path_of_traffic
-from megatron.compression.patches import running
+from megatron.compression.patches import loop, running
 from megatron.compression.pipeline_parallel.hooks import PipelineParallel
 from megatron.compression.report import Reporter
 from megatron.compression.tensor_parallel.hooks import TensorParallel
@@ -158,12 +170,19 @@ class Session:
         auto``)."""
         self.repetition: repetition.Repetition | None = None
         """Repeats training passes with an overflow; None: none can be, or no codec overflows."""
+        self.loss_meter: LossMeter | None = None
+        """Measures what codecs cost in loss; None: nothing does."""
         self.whole_iterations: graphs.WholeIterations | None = None
         """Follows CUDA graphs of whole iterations; None: there are none."""
         self.awaits_provided_chunks = False
         """Whether the model comes from a provider, chunk after chunk."""
         self.split = "valid"
         """Which split is evaluated next: valid or test."""
+        self._chunks: list[torch.nn.Module] = []
+        """Of this stage, wrapped once they are."""
+        self._step: Step | None = None
+        """The training step that runs, if it is one that the loss meter measures."""
+        self._has_stepped = False
         self._is_closed = False
         self._wrapped = False
         self._small_is_logged = False
@@ -246,11 +265,25 @@ class Session:
         self.config = config
         self.report_settings["compression"] = config.asdict()
         policy = self.run.policy
-        # Sites hold the policy, so its rules are replaced rather than the policy.
-        policy.rules = config.rules(self._train_iters())
+        policy.replace_rules(config.rules(self._train_iters()))
         policy.meter.bound = config.error_bound
         for name, dimension in self.dimensions.items():
             dimension.adopt(getattr(config, name))
+
+    def change(self, name: str, settings: Any) -> None:
+        """Use other settings of one dimension from the next message on, in a run that has begun.
+
+        Args:
+            name: the dimension's, such as ``tensor_parallel``.
+            settings: it sends activations, by hooks that are there already.
+        """
+        self.config = replace(self.config, **{name: settings})
+        self.report_settings["compression"] = self.config.asdict()
+        policy = self.run.policy
+        rules = settings.rules(self.config.start_iteration, self._train_iters())
+        # Other dimensions keep their rules: compressors of gradients may remember something.
+        policy.replace_rules({**policy.rules, **rules})
+        self.dimensions[name].adopt(settings)
 
     def attach_model(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into the model chunks of this pipeline stage, before they are wrapped. Collective.
@@ -265,6 +298,7 @@ class Session:
     def attach_dimensions(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Hook into chunks with the settings as they are; see ``attach_model``."""
         running.claim(chunks, self.run)
+        self._chunks = chunks
         for dimension in self.dimensions.values():
             dimension.attach(chunks)
         return chunks
@@ -296,13 +330,103 @@ class Session:
         for dimension in self.dimensions.values():
             dimension.attach_wrapped(chunks)
         self._wrapped = True
+        self._chunks = chunks
         if self.audit is not None:
             # Not before: what sets the run up (broadcasts of weights, topologies) is in no ledger.
             self.audit.start_with_first_forward(chunks)
         if self.host.arguments is not None:
             # By now --compression auto has decided, too.
             self.repetition = repetition.follow(self)
+            self._follow_losses(self.host.arguments)
         return chunks
+
+    def _follow_losses(self, arguments: Namespace) -> None:
+        """Have the loss meter measure in Megatron's loop, where the settings ask for it."""
+        interval = self.config.loss_interval
+        if interval is not None and loss_settings.sees_messages(arguments, self.config):
+            self.loss_meter = LossMeter(interval, self.run)
+            loop.follow_passes()
+
+    @contextmanager
+    def training_step(self, step_arguments: dict[str, Any]) -> Iterator[None]:
+        """Surround a training step of Megatron's loop.
+
+        Args:
+            step_arguments: those of its ``train_step``, by name.
+        """
+        args = self.host.arguments
+        # The first step of a process is the audit's, and one in which kernels are compiled.
+        is_first = not self._has_stepped
+        self._has_stepped = True
+        compares = self.automatic is not None and self.automatic.compares
+        if args is None or self.loss_meter is None or is_first or compares:
+            yield
+            return
+        passed = loss_settings.passed_micro_batches(args, step_arguments["config"])
+        share = loss_settings.share_of_time(args, get_num_microbatches(), passed)
+        if not self.loss_meter.due(self.run.policy.iteration(), share):
+            yield
+            return
+        shape = {
+            "seq_length": args.seq_length,
+            "micro_batch_size": args.micro_batch_size,
+            "decoder_seq_length": args.decoder_seq_length,
+        }
+        with Step(step_arguments, passed, shape) as self._step:
+            try:
+                yield
+            finally:
+                self._step = None
+
+    def passes_ended(self) -> None:
+        """Note that a step's passes have ended, and the optimizer's step has not begun."""
+        step = self._step
+        if step is not None and self.loss_meter is not None:
+            self.loss_meter.measure(step.forward, step.micro_batches, self._chunks)
+
+    def measure_loss(
+        self, forward: Callable[[], torch.Tensor | None], micro_batches: int = 1
+    ) -> None:
+        """Measure what compression costs in loss, in a loop of one's own; a call for each
+        iteration, after its backward passes and before the optimizer's step.
+
+        It runs ``forward`` in every ``loss_interval``th iteration, and does nothing in the others.
+        Random states are afterwards what they were. Collective over all ranks.
+
+        Args:
+            forward: passes the iteration's last micro-batch forward; returns its loss on the last
+                pipeline stage, None elsewhere. With a tensor of two values, the sum over tokens and
+                their number, each data-parallel replica is a pair; with one value all together are.
+            micro_batches: of an iteration, from which the interval ``auto`` follows.
+
+        Raises:
+            CompressionConfigError: the settings have no ``loss_interval``.
+        """
+        interval = self.config.loss_interval
+        if interval is None:
+            raise CompressionConfigError(
+                "measure_loss measures nothing: give CompressionConfig(loss_interval=...)"
+            )
+        meter = self.own_loss_meter(interval)
+        if not meter.due(self.run.policy.iteration(), 2 / (3 * micro_batches)):
+            return
+
+        def losses() -> list[torch.Tensor]:
+            loss = forward()
+            return [] if loss is None else [loss]
+
+        meter.measure(losses, 1, self._chunks)
+
+    def own_loss_meter(self, interval: int | str) -> LossMeter:
+        """Return the loss meter of a loop of one's own, which is made when it is first needed."""
+        if self.loss_meter is None:
+            self.loss_meter = LossMeter(interval, self.run)
+        return self.loss_meter
+
+    def loss_cost(self) -> LossCost | None:
+        """Return what compression costs, if ``measure_loss`` has measured since the last call and
+        knows an error. Collective over all ranks; the host waits for the device."""
+        return None if self.loss_meter is None else self.loss_meter.news()
 
     def describe(self) -> None:
         """Log what travels how."""
@@ -410,8 +534,22 @@ class Session:
         if self.reporter is not None:
             self.reporter.on_training_log(iteration, losses)
         self._apply_error_bound(iteration)
+        self._tell_cost_in_loss(iteration)
         if self.automatic is not None:
             self.automatic.on_training_log(iteration)
+
+    def _tell_cost_in_loss(self, iteration: int) -> None:
+        """Log at the log interval what the loss meter has measured."""
+        if self.loss_meter is None or iteration % self.host.log_interval:
+            return
+        cost = self.loss_meter.news()
+        if cost is None:
+            return
+        self.host.log(f"compression costs {cost}")
+        if self.reporter is not None:
+            self.reporter.on_loss_cost(iteration, cost)
+        if self.automatic is not None:
+            self.automatic.on_loss_cost(cost)
 
     def _apply_error_bound(self, iteration: int) -> None:
         meter = self.run.policy.meter
@@ -448,7 +586,13 @@ class Session:
     def state(self) -> dict[str, Any]:
         """Return what a resume needs besides weights and optimizer: plain values, the same on every
         rank."""
-        return {"steps": self.steps, "error_bound": self.run.policy.meter.state()}
+        state: dict[str, Any] = {
+            "steps": self.steps,
+            "error_bound": self.run.policy.meter.state(),
+        }
+        if self.loss_meter is not None:
+            state["loss_meter"] = self.loss_meter.state()
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from what ``state`` gave."""
@@ -459,6 +603,9 @@ class Session:
             meter.restore(tripped)
             sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in tripped)
             self.host.log(f"compression: uncompressed as when the checkpoint was saved: {sites}")
+        interval = self.config.loss_interval
+        if interval is not None and "loss_meter" in state:
+            self.own_loss_meter(interval).load_state(state["loss_meter"])
 
     def add_state(
         self, state_dict: dict[str, Any], is_loading: bool, optimizer: Any = None

@@ -101,7 +101,7 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
     ledger = run.callback.compression.ledger
     kinds = {row["kind"] for row in ledger.rows() if row["traffic"] == "tp.forward"}
     run.callback.on_eval_start(run.context)
-    evaluating = ledger.evaluating
+    phase = ledger.phase
     run.callback.on_eval_end(run.context)
     if rank == 0:
         run.callback.on_checkpoint_save(run.context)  # without a folder, which ends no training
@@ -123,7 +123,7 @@ def bridge_worker(rank: int, world_size: int, folder: str) -> dict:
     resumed_from_damaged = CallbackRun(folder, world_size, step=2)
     return {
         "kinds": kinds,
-        "evaluating": (evaluating, ledger.evaluating),
+        "phases": (phase, ledger.phase),
         "tags": run.tags,
         "files": files,
         "past the bound": run.layers_past_the_bound,
@@ -145,7 +145,7 @@ def test_callback_compresses(callback_results: list[dict]) -> None:
 
 def test_callback_counts_evaluations_by_themselves(callback_results: list[dict]) -> None:
     for rank in callback_results:
-        assert rank["evaluating"] == (True, False)
+        assert rank["phases"] == ("eval", "train")
 
 
 def test_callback_saves_into_the_iterations_folder(callback_results: list[dict]) -> None:

@@ -362,7 +362,7 @@ def _evaluate(rank: int, world_size: int) -> list[torch.Tensor]:
     losses = []
     for codec, leave_out in (("none", False), (FP8, False), (FP8, True)):
         run = run_with(codec, sync_fraction=0.5, validate_uncompressed=leave_out)
-        run.ledger.evaluating = True
+        run.ledger.phase = "eval"
         model = build_tiny_gpt(rank, world_size, run)
         fill_parameters(model, rank)
         losses.append(model(**batch(0, rank, 1)).detach())

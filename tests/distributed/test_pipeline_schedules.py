@@ -326,7 +326,7 @@ def _step(rank: int, case: Case, codec: str, loss_scale: float = 1.0) -> dict:
         overflow.state = State.ASKED
     gradients = _gradients(model)
     hashes = {name: hash(gradient.cpu().numpy().tobytes()) for name, gradient in gradients.items()}
-    ledger.evaluating = True
+    ledger.phase = "eval"
     with torch.no_grad():
         evaluation = passes(forward_only=True)
     return {

@@ -82,7 +82,7 @@ class TestLedger:
 
     def test_a_replay_counts_in_the_phase_that_it_runs_in(self, ledger, graph) -> None:
         captured = self.captured(ledger, graph(), 10)
-        ledger.evaluating = True
+        ledger.phase = "eval"
         captured.replay()
         assert sent(ledger, "eval") == (3, 30, 60)
         assert sent(ledger) == (1, 5, 7)

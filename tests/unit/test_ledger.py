@@ -34,7 +34,7 @@ def test_ledger_keeps_phases_traffic_and_kinds_apart() -> None:
     ledger.record("tp.forward", "compressed", "all_to_all", sent=50, uncompressed=0)
     ledger.record_plain("tp.forward", "all_reduce", 200, world_size=2)
     ledger.record_uncompressed("tp.forward", "small", "all_reduce", 10, world_size=2)
-    ledger.evaluating = True
+    ledger.phase = "eval"
     ledger.record_uncompressed("tp.forward", "small", "all_reduce", 1000, world_size=2)
     totals = ledger.totals()["tp.forward"]
     assert totals["compressed"] == (50, 200)

@@ -98,17 +98,17 @@ class TestEvaluation:
 
     def test_activations_are_uncompressed_if_the_flag_says_so(self, validate_uncompressed) -> None:
         policy = policy_of(validate_uncompressed=validate_uncompressed)
-        policy.ledger.evaluating = True
+        policy.ledger.phase = "eval"
         assert reason(policy) == ("evaluation" if validate_uncompressed else "compressed")
 
     def test_the_flag_comes_before_the_size(self, validate_uncompressed: bool) -> None:
         policy = policy_of(validate_uncompressed=validate_uncompressed)
-        policy.ledger.evaluating = True
+        policy.ledger.phase = "eval"
         assert reason(policy, size=1) == ("evaluation" if validate_uncompressed else "small")
 
     def test_gradients_are_no_activations(self, validate_uncompressed: bool) -> None:
         policy = policy_of(validate_uncompressed=validate_uncompressed)
-        policy.ledger.evaluating = True
+        policy.ledger.phase = "eval"
         assert reason(policy, "dp.gradient") == "compressed"
 
 
@@ -134,9 +134,9 @@ def test_a_layer_sends_itself_where_either_direction_is_compressed(
 def test_errors_are_measured_in_training_alone() -> None:
     """An evaluation between two log lines does not enter the report's errors."""
     policy = policy_of(bound=ErrorMeter(interval=1))
-    policy.ledger.evaluating = True
+    policy.ledger.phase = "eval"
     assert not policy.measures("fc1", "tp.forward")
-    policy.ledger.evaluating = False
+    policy.ledger.phase = "train"
     assert policy.measures("fc1", "tp.forward")
 
 

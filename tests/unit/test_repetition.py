@@ -37,14 +37,16 @@ class Loop:
             mode=mode,
         )
         monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", self.machine)
-        # monkeypatch puts the method back, which ``repeat_passes`` replaces.
+        # monkeypatch puts the method back, which ``follow_passes`` replaces.
         name = "should_run_forward_backward"
         monkeypatch.setattr(RerunStateMachine, name, getattr(RerunStateMachine, name))
         self._run = run_of()
         repeats = SimpleNamespace(begin=self._begin, end=lambda: self.answers.pop(0))
-        self._run.session = SimpleNamespace(run=self._run, repetition=repeats)
+        self._run.session = SimpleNamespace(
+            run=self._run, repetition=repeats, passes_ended=lambda: None
+        )
         running.open_run(self._run)
-        loop.repeat_passes()
+        loop.follow_passes()
 
     def _begin(self) -> None:
         self.begun += 1

@@ -47,11 +47,19 @@ KINDS = {
     "overflow": "uncompressed: a lossless payload did not fit in this pass, or nobody could say in "
     "time",
     "off": "uncompressed: no codec chosen",
-    "auto": "uncompressed: --compression auto compares iterations without, or has seen no gain",
+    "auto": "uncompressed: --compression auto compares iterations without, or has seen no gain; a "
+    "pass of the loss meter without codecs",
     "exact": "uncompressed by design",
     "fp8": "in Transformer Engine's own fp8, as without compression",
 }
 """Reasons: why bytes travel as they do. Reports call a reason a kind."""
+
+PHASES = {
+    "train": "training iterations",
+    "eval": "evaluation",
+    "meter": "forward passes of the loss meter",
+}
+"""Phases of a run: what the bytes were sent for."""
 
 LINKS = ("", "intra", "inter")
 """Where data-parallel bytes go: inside a node or between nodes; empty where they are not
@@ -130,9 +138,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.tallies: dict[tuple[str, str, str, str, str], Tally] = {}
-        """By phase (train or eval), traffic class, reason, operation and link."""
-        self.evaluating = False
-        """Set during evaluation: its traffic is kept separate from the training iterations'."""
+        """By phase (one of ``PHASES``), traffic class, reason, operation and link."""
+        self.phase = "train"
+        """What sends now: traffic of other phases is kept separate from training's."""
         self.captures = Captures(Counter)
         """What CUDA graphs hold of this ledger's messages; see ``count_replays``."""
 
@@ -183,7 +191,7 @@ class Ledger:
             arguments = traffic, reason, operation, sent, uncompressed, link
             captured[self.record, arguments] += times
             return
-        key = ("eval" if self.evaluating else "train", traffic, reason, operation, link)
+        key = (self.phase, traffic, reason, operation, link)
         # Names are checked once, when a key is new.
         tally = self.tallies.get(key)
         if tally is None:

@@ -1,6 +1,7 @@
 """One decision a message: which codec encodes it, or why none does."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
@@ -97,7 +98,7 @@ class Policy:
 
     Args:
         rules: by traffic class; a class without one goes uncompressed.
-        ledger: knows whether an evaluation runs, and whether a CUDA graph is captured.
+        ledger: knows which phase of the run sends, and whether a CUDA graph is captured.
         iteration: the training iteration that all ranks are in, counted from 0.
         validate_uncompressed: ``--validate-uncompressed``.
         meter: measures errors, and knows the sites past the bound.
@@ -115,6 +116,33 @@ class Policy:
     """How the run is scheduled, where ``--compression auto`` tries several ways."""
     overflow: Overflow = field(default_factory=Overflow)
     """Says whether lossless codecs are on. Its ``Run`` replaces it by the run's."""
+    revision: int = 0
+    """How often ``replace_rules`` was called."""
+
+    def replace_rules(self, rules: dict[str, Rule]) -> None:
+        """Decide by other rules from now on; sites hold the policy, so they follow."""
+        self.rules = rules
+        self.revision += 1
+
+    @contextmanager
+    def only(self, prefixes: tuple[str, ...]) -> Iterator[None]:
+        """Send uncompressed, while the body runs, what does not begin with one of these prefixes.
+
+        Args:
+            prefixes: of traffic classes, such as ``tp.``; none: everything goes uncompressed.
+        """
+        before = self.left_out
+
+        def left_out(traffic: str) -> bool:
+            if not traffic.startswith(prefixes):
+                return True
+            return before is not None and before(traffic)
+
+        self.left_out = left_out
+        try:
+            yield
+        finally:
+            self.left_out = before
 
     def rule(self, traffic: str) -> Rule:
         """Return the settings of a traffic class."""
@@ -123,12 +151,13 @@ class Policy:
     def measures(self, site: str, traffic: str) -> bool:
         """Return whether the error meter measures this message of a site.
 
-        It measures none in evaluation, nor while a CUDA graph is captured, whose replays would all
-        measure it.
+        It measures none in evaluation and in passes of the loss meter, nor while a CUDA graph is
+        captured, whose replays would all measure it.
         """
         meter = self.meter
         ledger = self.ledger
-        if not meter.interval or ledger.evaluating or ledger.captures.captured is not None:
+        is_training = ledger.phase == "train"
+        if not meter.interval or not is_training or ledger.captures.captured is not None:
             return False
         return meter.due(site, traffic, self.iteration())
 
@@ -143,7 +172,7 @@ class Policy:
         if self.left_out is not None:
             left_out = tuple(filter(self.left_out, self.rules))
         tripped = frozenset(self.meter.tripped)
-        return started, left_out, self.schedule, tripped, self.meter.interval
+        return self.revision, started, left_out, self.schedule, tripped, self.meter.interval
 
     def decide(
         self,
@@ -168,7 +197,7 @@ class Policy:
         if rule is None or not rule.codecs:
             return _UNCOMPRESSED["off"]
         # Gradients and weights are not sent in evaluation, and keep their rule.
-        if self.validate_uncompressed and self.ledger.evaluating and rule.activations:
+        if self.validate_uncompressed and self.ledger.phase == "eval" and rule.activations:
             return _UNCOMPRESSED["evaluation"]
         if self.left_out is not None and self.left_out(traffic):
             return _UNCOMPRESSED["auto"]

@@ -8,8 +8,10 @@ told are methods of ``frontends.megatron_lm.MegatronSession``, which ``run.sessi
 
 import contextlib
 import copy
+import inspect
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.compression.patches import running
@@ -114,6 +116,9 @@ def tell_sessions() -> None:
     loaded. Not reached: callers that imported these functions by name (megatron.training's own are
     reached).
 
+    ``train_step`` tells its session with which arguments it begins. Why: the loss meter passes its
+    last micro-batch forward again, with the step's own schedule and forward step.
+
     ``get_model`` hands over the chunks that a model provider makes. Why: an entrypoint with a
     provider has no model config whose hooks could be used. Not reached: models built from a config.
 
@@ -133,8 +138,14 @@ def tell_sessions() -> None:
     from megatron.training import checkpointing, one_logger_utils, training
 
     _replace_pretrain(_no_preparation)
+<<<<<<< HEAD
     replace(training, "train", ("forward_step_func", "model", "optimizer"), _training)
     replace(training, "train_step", ("forward_step_func", "data_iterator", "model"), _stepping)
+=======
+    replace(training, "train", ("forward_step_func", "model"), _training)
+    step = ("forward_step_func", "data_iterator", "model", "forward_backward_func")
+    replace(training, "train_step", step, _stepping)
+>>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
     replace(training, "get_model", ("model_provider_func",), _building)
     log_parameters = ("loss_dict", "iteration", "skipped_iter")
     follow(training, "training_log", log_parameters, _after_training_log)
@@ -234,14 +245,26 @@ def _training(train: Callable) -> Callable:
 
 
 def _stepping(train_step: Callable) -> Callable:
+    signature = inspect.signature(train_step)
+
     def wrapper(forward_step_func, data_iterator, model, *args, **kwargs):
         run = running.run_of_model(model)
+<<<<<<< HEAD
         with running.at_work(run):
             result = train_step(forward_step_func, data_iterator, model, *args, **kwargs)
             if run is not None and run.session is not None:
                 # Before the loop logs, evaluates or saves.
                 run.session.step_ended()
             return result
+=======
+        arguments = (forward_step_func, data_iterator, model, *args)
+        with running.at_work(run):
+            if run is None or run.session is None:
+                return train_step(*arguments, **kwargs)
+            by_name = signature.bind(*arguments, **kwargs).arguments
+            with run.session.training_step(by_name):
+                return train_step(*arguments, **kwargs)
+>>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
 
     return wrapper
 
@@ -352,19 +375,39 @@ def _after_load_base_checkpoint(result: Any, arguments: dict) -> None:
         session.checkpoint_read(result[0])
 
 
-def repeat_passes() -> None:
-    """Let the ``repetition`` of the session at work have a training step's first pass repeated.
+def follow_passes() -> None:
+    """Follow the passes of training steps: the session at work may have one repeated, and is told
+    when the last one of a step has ended.
 
-    Its ``begin()`` is called before the pass and ``end()`` after it; where that is true, the same
-    on every rank, the pass is repeated, with the same micro-batches and random state, and ``end()``
-    called once more. What Megatron has made of the first pass is forgotten.
+    The ``begin()`` of the session's ``repetition`` is called before the first pass and ``end()``
+    after it; where that is true, the same on every rank, the pass is repeated, with the same
+    micro-batches and random state, and ``end()`` called once more. What Megatron has made of the
+    first pass is forgotten. ``passes_ended()`` comes last, before the optimizer's step.
 
-    Why: what a pass has sent may have to be sent in another way. Not reached: ``--rerun-mode``
-    other than validate_results, where nothing is kept; evaluation; loops without megatron.training.
+    Why: what a pass has sent may have to be sent in another way; and the weights that a pass has
+    used are complete until the optimizer's step. Not reached: evaluation; loops without
+    megatron.training; repeated passes also under ``--rerun-mode`` other than validate_results,
+    where nothing is kept.
     """
     from megatron.core.rerun_state_machine import RerunStateMachine
 
-    replace(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), _repeating)
+    replace(RerunStateMachine, "should_run_forward_backward", ("data_iterator",), _following_passes)
+
+
+def _following_passes(should_run_forward_backward: Callable) -> Callable:
+    from megatron.core.rerun_state_machine import RerunState
+
+    repeating = _repeating(should_run_forward_backward)
+
+    def wrapper(self, data_iterator):
+        runs = repeating(self, data_iterator)
+        session = _session_of()
+        # In other states Megatron is about to leave, to look into a result.
+        if not runs and session is not None and self.state == RerunState.NOT_RUNNING_YET:
+            session.passes_ended()
+        return runs
+
+    return wrapper
 
 
 def _repeating(should_run_forward_backward: Callable) -> Callable:
@@ -419,6 +462,29 @@ _CHECKED = (
     "max_values",
 )
 """What a pass's results change in megatron-core's machine."""
+
+
+@contextmanager
+def without_checks_of_results() -> Iterator[None]:
+    """Have Megatron's machine check no result while the body runs.
+
+    Why: a forward pass beside a training step calls the model's loss function, which has losses
+    checked; there is no step that could be run again. Not reached: checks that do not go through
+    the machine.
+    """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+    # On the one machine of the process, over the method of its class.
+    machine.validate_result = _unchecked
+    try:
+        yield
+    finally:
+        del machine.validate_result
+
+
+def _unchecked(*_: Any, **__: Any) -> None:
+    """Stand in for ``validate_result``."""
 
 
 def around_whole_iterations() -> None:

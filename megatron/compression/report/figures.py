@@ -9,6 +9,9 @@ from megatron.compression.communication.ledger import DIMENSIONS, TRAFFIC
 MB = 1e6
 """Bytes of a megabyte, here and in every table of a report."""
 
+LOSS_METER = "loss meter"
+"""Stands in the history where an evaluation has its split, in rows of the loss meter."""
+
 BytesByKind = dict[str, dict[str, float]]
 """``{kind: {"sent": bytes, "plain": bytes}}`` of one traffic class; plain: without a codec."""
 
@@ -104,6 +107,7 @@ def summarize(report: dict) -> dict:
     """
     training = training_rows(report)
     validation = evaluations(report, "valid")
+    measured_costs = evaluations(report, LOSS_METER)
     per_iteration = mean_bytes(training)
     # In the ledger's order of traffic classes, which is that of every table.
     totals = {name: traffic_total(per_iteration[name]) for name in TRAFFIC if name in per_iteration}
@@ -130,6 +134,7 @@ def summarize(report: dict) -> dict:
         "last_loss": _loss_at(training, -1),
         "first_validation_loss": _loss_at(validation, 0),
         "validation_loss": _loss_at(validation, -1),
+        "cost_in_loss": measured_costs[-1]["cost"] if measured_costs else None,
         "test_loss": _loss_at(evaluations(report, "test"), -1),
     }
 

@@ -114,7 +114,16 @@ def _figures(summary: dict) -> list[str]:
         ("test", None, summary.get("test_loss")),  # evaluated once, after the last iteration
     )
     cells = [(name, _format(first, ".6f"), _format(last, ".6f")) for name, first, last in rows]
-    return [*lines, *table(("loss", "first", "last"), *cells)]
+    lines += table(("loss", "first", "last"), *cells)
+    if cost := summary.get("cost_in_loss"):
+        lines += [
+            "",
+            f"Compression costs {_format(cost['percent'], '+.3f')} +- "
+            f"{_format(cost['standard_error'], '.3f')} % of the training loss, by {cost['pairs']} "
+            "pairs of forward passes with and without codecs. "
+            "Codecs of gradients are not seen, nor what rounding does to the weights over time.",
+        ]
+    return lines
 
 
 def _errors_table(errors: list[dict]) -> list[str]:

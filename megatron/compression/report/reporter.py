@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megatron.compression.communication.ledger import KINDS, TRAFFIC, Ledger, bytes_sent
 from megatron.compression.communication.meter import ErrorMeter
-from megatron.compression.report.figures import MB, log_line, scalars
+from megatron.compression.loss_meter import LossCost
+from megatron.compression.report.figures import LOSS_METER, MB, log_line, scalars
 from megatron.compression.report.history import History
 from megatron.compression.report.render import write_report
 
@@ -122,15 +123,33 @@ class Reporter:
             row["bytes_between_nodes"] = between_nodes
         self._append(row)
 
+    def on_loss_cost(self, iteration: int, cost: LossCost) -> None:
+        """Track and store what compression costs in loss; on every rank, the last one writes.
+
+        Args:
+            iteration: counted from 1.
+            cost: by all pairs of passes so far.
+        """
+        if not _is_last_rank():
+            return
+        values = {
+            "compression/cost in % of loss": cost.percent,
+            "compression/standard error of the cost": cost.standard_error,
+        }
+        self._guarded("writing scalars", lambda: self.track(values, iteration))
+        self._append(
+            {"iteration": iteration, "split": LOSS_METER, "losses": {}, "cost": cost.asdict()}
+        )
+
     def before_evaluate(self, split: str) -> None:
         """Count the traffic of an evaluation of ``valid`` or ``test`` separately from here on."""
         self._split = split
-        self.ledger.evaluating = True
+        self.ledger.phase = "eval"
 
     def after_evaluate(self, losses: dict[str, torch.Tensor] | None) -> None:
         """Store an evaluation's losses (on the last rank; None: it failed) and count training
         again."""
-        self.ledger.evaluating = False
+        self.ledger.phase = "train"
         if losses and _is_last_rank():
             values = {name: float(value) for name, value in losses.items()}
             self._append(
