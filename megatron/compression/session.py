@@ -15,14 +15,9 @@ decisions, bytes and gradients. Functions of other packages are replaced while o
 """
 
 from argparse import Namespace
-<<<<<<< HEAD
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-=======
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
->>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
 from functools import partial
 from typing import Any
 
@@ -48,11 +43,8 @@ from megatron.compression.errors import CompressionConfigError, refused_for
 from megatron.compression.expert_parallel.hooks import ExpertParallel
 from megatron.compression.extra_passes import Step
 from megatron.compression.fsdp2.hooks import DataParallel
-<<<<<<< HEAD
 from megatron.compression.local_steps.rounds import LocalSteps
-=======
 from megatron.compression.loss_meter import LossCost, LossMeter
->>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
 from megatron.compression.names import PYTHON_NAMES, Names, path_of_traffic
 from megatron.compression.patches import loop, running
 from megatron.compression.pipeline_parallel.hooks import PipelineParallel

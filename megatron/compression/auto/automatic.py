@@ -16,6 +16,7 @@ from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config, dimension_config
 from megatron.compression.auto.messages import HALVES_COST
 from megatron.compression.auto.plan import BUDGET, FILE, LEAST_GAIN, RunPlan, largest, within
+from megatron.compression.auto.safety import Safety, without_replaced_flags
 from megatron.compression.auto.stopwatch import first_reason
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import TRAFFIC
@@ -23,6 +24,7 @@ from megatron.compression.communication.policy import Rule
 from megatron.compression.config import SAME_RESULTS, CompressionConfig, train_iterations
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.flex import sends_by_flex, switch_to_alltoall
+from megatron.compression.loss_meter import LossCost
 from megatron.compression.names import PARALLELISMS
 from megatron.compression.session import Session
 from megatron.compression.tensor_parallel import halves_block
@@ -49,6 +51,8 @@ class Automatic:
         self.plan: RunPlan | None = None
         """None until the first model chunk is there."""
         self._check: Check | None = None
+        self._safety: Safety | None = None
+        """Takes safer settings by what the loss meter measures; None: there is no meter."""
         self._meter_interval = 0
         """The error meter's, while it is off to compare iterations."""
         self._provided: list[torch.nn.Module] = []
@@ -73,7 +77,7 @@ class Automatic:
             return self.session.attach_dimensions(chunks)
         plan = self._decide(chunks)
         # The policy's rules are replaced before any site asks.
-        decided = decided_config(self.config, plan, self.args)
+        decided = self._decided(plan)
         self.session.adopt(decided)
         if decided.expert_parallel.enabled and sends_by_flex(self.args):
             # The layers' dispatchers follow when experts are attached.
@@ -97,6 +101,21 @@ class Automatic:
             self.attach_model(self._provided)
             self._provided = []
         return chunks
+
+    @property
+    def compares(self) -> bool:
+        """True while iterations with and without compression are timed, to compare them."""
+        return self._check is not None and not self._check.done
+
+    def on_loss_cost(self, cost: LossCost) -> None:
+        """Keep the run within its budget, by what the loss meter has measured; on all ranks."""
+        if self._safety is not None and self.plan is not None and not self.compares:
+            self._safety.look(self.plan, cost)
+
+    def _take_safer(self, plan: RunPlan, line: str) -> None:
+        """Log and store what the run has become, on all ranks."""
+        self._tell(line)
+        self._store(plan)
 
     def on_training_log(self, iteration: int) -> None:
         """Follow an iteration, counted from 1, that has ended."""
@@ -134,12 +153,17 @@ class Automatic:
         if plan is None:
             return None
         try:
-            decided_config(self.config, plan, self.args)
+            self._decided(plan)
         except CompressionConfigError as error:
             self._tell(f"{FILE} names what is not possible ({error}); the run measures anew")
             return None
         self._tell(f"as decided before: {self.args.load}/{FILE} (remove it to measure anew)")
         return plan
+
+    def _decided(self, plan: RunPlan) -> CompressionConfig:
+        """Return the settings with what was left open, and with what is safer than a flag."""
+        config = without_replaced_flags(self.config, plan)
+        return decided_config(config, plan, self.args)
 
     # Comparing iterations
     # --------------------------------------------------------------------------------------
@@ -179,6 +203,8 @@ class Automatic:
             capturing,
         )
         policy = self.session.run.policy
+        if self.config.loss_interval is not None:
+            self._safety = Safety(self.session, self.args, self._budget, self._take_safer)
         if not self._check.done:
             # What the error meter encodes would be timed.
             self._meter_interval = policy.meter.interval
@@ -346,7 +372,7 @@ class Automatic:
                 f"{self._check.iterations} iterations that took {verdict.extra_seconds:.1f} s "
                 "longer than they take now"
             )
-        self._settle(decided_config(self.config, plan, self.args))
+        self._settle(self._decided(plan))
         self._store(plan)
 
     def _schedules(self, verdict: Verdict) -> str:

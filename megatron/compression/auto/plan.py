@@ -150,7 +150,8 @@ class RunPlan:
             gain = "-"
             loss = "-"
             if plan.chosen:
-                gain = f"{100 * plan.gain:.1f} %"
+                # What a safer setting gains was not timed.
+                gain = "-" if math.isnan(plan.gain) else f"{100 * plan.gain:.1f} %"
                 loss = f"+{plan.loss:.3g} %"
             dimension = plan.dimension.replace("_", " ")
             choice = plan.name

@@ -137,7 +137,7 @@ class Safety:
             name=name,
             gain=math.nan,
             loss=loss,
-            why=reason,
+            reason=reason,
         )
         iteration = self._session.run.policy.iteration() + 1
         title = PARALLELISMS[dimension].title
@@ -205,7 +205,7 @@ def _with(plan: RunPlan, changed: DimensionPlan) -> RunPlan:
     is_new = True
     for decided in plan.dimensions:
         if decided.dimension == changed.dimension:
-            decided = replace(changed, link=decided.link)
+            decided = replace(changed, link=decided.link, exposed=decided.exposed)
             is_new = False
         dimensions.append(decided)
     if is_new:

@@ -113,14 +113,14 @@ def attach(
         )
         check_report_directory(config.report, resuming=cfg.checkpoint.load is not None)
         compressor = config.data_parallel.compressor
-    if config.loss_interval is not None:
-        raise SettingError(
-            "loss_interval",
-            config.loss_interval,
-            "needs Megatron-LM's loop or one of your own: Megatron-Bridge hands its forward step "
-            "and micro-batches to nobody",
-            "drop it, or measure with pretrain_gpt.py",
-        )
+        if config.loss_interval is not None:
+            raise SettingError(
+                "loss_interval",
+                config.loss_interval,
+                "needs Megatron-LM's loop or one of your own: Megatron-Bridge hands its forward "
+                "step and micro-batches to nobody",
+                "drop it, or measure with pretrain_gpt.py",
+            )
     if config.auto or config.caat_net.enabled:
         raise CompressionConfigError(
             "auto and caat_net need pretrain_gpt.py; drop them in Megatron-Bridge"

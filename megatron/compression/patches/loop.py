@@ -138,14 +138,9 @@ def tell_sessions() -> None:
     from megatron.training import checkpointing, one_logger_utils, training
 
     _replace_pretrain(_no_preparation)
-<<<<<<< HEAD
     replace(training, "train", ("forward_step_func", "model", "optimizer"), _training)
-    replace(training, "train_step", ("forward_step_func", "data_iterator", "model"), _stepping)
-=======
-    replace(training, "train", ("forward_step_func", "model"), _training)
     step = ("forward_step_func", "data_iterator", "model", "forward_backward_func")
     replace(training, "train_step", step, _stepping)
->>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
     replace(training, "get_model", ("model_provider_func",), _building)
     log_parameters = ("loss_dict", "iteration", "skipped_iter")
     follow(training, "training_log", log_parameters, _after_training_log)
@@ -249,22 +244,16 @@ def _stepping(train_step: Callable) -> Callable:
 
     def wrapper(forward_step_func, data_iterator, model, *args, **kwargs):
         run = running.run_of_model(model)
-<<<<<<< HEAD
-        with running.at_work(run):
-            result = train_step(forward_step_func, data_iterator, model, *args, **kwargs)
-            if run is not None and run.session is not None:
-                # Before the loop logs, evaluates or saves.
-                run.session.step_ended()
-            return result
-=======
         arguments = (forward_step_func, data_iterator, model, *args)
         with running.at_work(run):
             if run is None or run.session is None:
                 return train_step(*arguments, **kwargs)
             by_name = signature.bind(*arguments, **kwargs).arguments
             with run.session.training_step(by_name):
-                return train_step(*arguments, **kwargs)
->>>>>>> 68e95f47 (loss meter: what compression costs in loss is measured in the run)
+                result = train_step(*arguments, **kwargs)
+            # Before the loop logs, evaluates or saves.
+            run.session.step_ended()
+            return result
 
     return wrapper
 
