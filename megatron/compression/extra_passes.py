@@ -1,7 +1,7 @@
 """Forward passes beside training's, which leave no trace in it.
 
 ``no_trace`` surrounds such passes: random states, gathers of weights, Megatron's checks and timers
-are afterwards what they were before. ``Step`` follows one training step of Megatron's loop and
+are afterwards what they were before. ``RecordedStep`` follows one training step of Megatron's loop and
 passes its last micro-batches forward again, by the schedule of the step.
 """
 
@@ -145,12 +145,12 @@ class _Recorder:
         return item
 
 
-class Step:
+class RecordedStep:
     """A training step of Megatron's loop whose last micro-batches can pass forward again.
 
     As a context it surrounds the step and records its micro-batches:
 
-        with Step(arguments, micro_batches=1, shape) as step:
+        with RecordedStep(arguments, micro_batches=1, shape) as step:
             train_step(...)          # somewhere in it: step.forward()
 
     Args:
@@ -171,7 +171,7 @@ class Step:
         self._recorders: dict[int, _Recorder] = {}
         """By the identity of Megatron's iterator, which may be that of several chunks."""
 
-    def __enter__(self) -> "Step":
+    def __enter__(self) -> "RecordedStep":
         for iterator in self._iterators:
             # A stage that reads no data has none.
             if iterator is not None and id(iterator) not in self._recorders:

@@ -41,7 +41,7 @@ from megatron.compression.context_parallel.hooks import ContextParallel
 from megatron.compression.dimension import Dimension, print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, refused_for
 from megatron.compression.expert_parallel.hooks import ExpertParallel
-from megatron.compression.extra_passes import Step
+from megatron.compression.extra_passes import RecordedStep
 from megatron.compression.fsdp2.hooks import DataParallel
 from megatron.compression.local_steps.rounds import LocalSteps
 from megatron.compression.loss_meter import LossCost, LossMeter
@@ -172,7 +172,7 @@ class Session:
         """Which split is evaluated next: valid or test."""
         self._chunks: list[torch.nn.Module] = []
         """Of this stage, wrapped once they are."""
-        self._step: Step | None = None
+        self._step: RecordedStep | None = None
         """The training step that runs, if it is one that the loss meter measures."""
         self._has_stepped = False
         self._is_closed = False
@@ -364,7 +364,7 @@ class Session:
             "micro_batch_size": args.micro_batch_size,
             "decoder_seq_length": args.decoder_seq_length,
         }
-        with Step(step_arguments, passed, shape) as self._step:
+        with RecordedStep(step_arguments, passed, shape) as self._step:
             try:
                 yield
             finally:

@@ -1,6 +1,7 @@
 """Megatron's loop tells the session of the model that it works with, not the one opened last."""
 
 import contextlib
+from collections.abc import Iterator
 
 import pytest
 from megatron.training import checkpointing, one_logger_utils, training
@@ -41,6 +42,12 @@ class Session:
         """One data centre: the weights are what they are."""
         return contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def training_step(self, step_arguments: dict) -> Iterator[None]:
+        """Check that a step is told of by its model."""
+        assert step_arguments["model"] is self.model
+        yield
+
     def __getattr__(self, event: str):
         return lambda *values: self.told.append((self.name, event, *values))
 
@@ -53,7 +60,7 @@ def _train(forward_step_func, model, optimizer):
     one_logger_utils.finish()
 
 
-def _train_step(forward_step_func, data_iterator, model):
+def _train_step(forward_step_func, data_iterator, model, forward_backward_func=None):
     forward_step_func()
 
 

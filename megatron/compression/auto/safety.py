@@ -210,4 +210,5 @@ def _with(plan: RunPlan, changed: DimensionPlan) -> RunPlan:
         dimensions.append(decided)
     if is_new:
         dimensions.append(changed)
-    return replace(plan, dimensions=tuple(dimensions))
+    # A resume goes on with it as it is, without comparing iterations once more.
+    return replace(plan, dimensions=tuple(dimensions), checked=True)
