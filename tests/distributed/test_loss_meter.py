@@ -18,7 +18,8 @@ from tests.distributed.launch import Run, go_back_to, pretrain, tiny_flags
 from tests.distributed.spawn import spawned
 
 METER = ("--compression-loss-interval", "1")
-TENSOR = "--tensor-model-parallel-size 2 --bf16 --compression-min-mb 0"
+TWO_RANKS = "--tensor-model-parallel-size 2 --bf16"
+TENSOR = f"{TWO_RANKS} --compression-min-mb 0"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 _LAYOUTS = {
@@ -153,6 +154,8 @@ class TestLossless:
 class TestReplay:
     """One pair, measured at iteration 3, against that iteration's losses of resumed runs."""
 
+    INT4 = ("--tp-compression", "int4", "--compression-min-mb", "0")
+
     @pytest.fixture(scope="class")
     def saved(self, tmp_path_factory) -> Path:
         return tmp_path_factory.mktemp("replay") / "saved"
@@ -162,13 +165,13 @@ class TestReplay:
         """One micro-batch an iteration, without dropout: a loss follows from the weights alone."""
         still = "--attention-dropout 0 --hidden-dropout 0 --global-batch-size 2"
         save = f"--save {saved} --save-interval 1"
-        return tiny_flags(*TENSOR.split(), *still.split(), *save.split(), train_iters="3")
+        return tiny_flags(*TWO_RANKS.split(), *still.split(), *save.split(), train_iters="3")
 
     @pytest.fixture(scope="class")
     def sums(self, flags: list[str], saved: Path) -> list[float]:
         """The sums over pairs that the last checkpoint holds."""
         meter = ("--compression-loss-interval", "3")
-        pretrain(*flags, "--tp-compression", "int4", *meter)
+        pretrain(*flags, *self.INT4, *meter)
         common = load_common_state_dict(str(saved / "iter_0000003"))
         return common["megatron_taco"]["loss_meter"]["sums"]["all"]
 
@@ -176,9 +179,9 @@ class TestReplay:
         self, sums: list[float], flags: list[str], saved: Path
     ) -> None:
         losses = []
-        for codec in ("int4", "none"):
+        for codec in (self.INT4, ()):
             go_back_to(2, saved)
-            run = pretrain(*flags, "--load", str(saved), "--tp-compression", codec)
+            run = pretrain(*flags, "--load", str(saved), *codec)
             losses.append(run.losses[3])
         with_codecs, without = losses
         pairs, loss, difference = sums[:3]
@@ -253,7 +256,7 @@ class TestRepair:
         decision = json.loads((saved / "compression-auto.json").read_text())["decision"]
         (tensor_parallel,) = decision["dimensions"]
         assert tensor_parallel["name"] == self.safer
-        assert f"{self.BAD} cost" in tensor_parallel["why"]
+        assert f"{self.BAD} cost" in tensor_parallel["reason"]
 
     def test_a_resume_has_the_safer_codec(self, resumed: Run) -> None:
         assert "as decided before" in resumed.output
