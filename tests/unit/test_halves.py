@@ -17,7 +17,9 @@ from tests.unit.megatron_args import parsed
 from tests.unit.test_overlap import OneRankSite
 
 HALVES = ("--tp-compression-overlap", "halves")
-CORE_AGAIN = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+AGAIN = dict(
+    recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]
+)
 WIDTH = 8
 
 
@@ -122,16 +124,15 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     ("megatron", "reason"),
     [
         ({"micro_batch_size": 1}, "--micro-batch-size 1 has no two halves; give 2 or more"),
-        ({"attention_dropout": 0.1}, "--attention-dropout 0.1 draws"),
         (
             {"transformer_impl": "transformer_engine"},
-            "--transformer-impl local: layers of transformer_e",
+            "--transformer-impl local: a layer of transformer_engine computes",
         ),
         ({"num_experts": 8}, "--num-experts routes"),
         ({"multi_latent_attention": True}, "--multi-latent-attention has"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
-        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
-        (CORE_AGAIN | {"recompute_modules": ["core_attn", "mlp"]}, "--recompute-modules mlp"),
+        ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training 2 calls the MLP"),
+        ({"cuda_graph_impl": "local"}, "past the graphs of --cuda-graph-impl local"),
     ],
 )
 def test_refusals(megatron: dict, reason: str) -> None:
@@ -150,10 +151,10 @@ def test_halves_of_a_caat_net_are_refused() -> None:
 
 
 def test_what_passes() -> None:
-    """Halves need no codec; the log names them; attention alone may be recomputed."""
-    config = resolve(parsed(*HALVES, **CORE_AGAIN))
+    """Halves need no codec; the log names them; dropout and recomputed modules are covered."""
+    config = resolve(parsed(*HALVES, **AGAIN, attention_dropout=0.1, context_parallel_size=2))
     assert config.tensor_parallel.halves and not config.enabled
-    assert halves_refusal(parsed(*HALVES, **CORE_AGAIN)) is None
+    assert halves_refusal(parsed(*HALVES, **AGAIN)) is None
     assert "uncompressed" in config.describe(parsed())[0]
     idle = resolve(parsed(*HALVES, tensor_model_parallel_size=1))
     assert "no effect here" in idle.describe(parsed(tensor_model_parallel_size=1))[0]

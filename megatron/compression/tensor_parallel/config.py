@@ -410,27 +410,20 @@ def check_halves(args: Any) -> None:
         raise SettingError(
             _OVERLAP,
             "halves",
-            f"needs {argument('transformer_impl')} local: layers of {implementation} wait for a "
-            "sum before they return it",
+            f"needs {argument('transformer_impl')} local: a layer of {implementation} computes a "
+            "norm's gradient in the function that sums it, so it waits for the sum",
             "give local or drop the flag",
         )
     refuse_arguments(args, _NOT_HALVED, f"drop it or {_HALVES}")
     refuse_by_layer(args, _HALVES, "calls the modules of two layers in turn")
-    # core_attn has no weights, so recomputing it leaves weight gradients as they are.
-    modules = " ".join(sorted(set(args.recompute_modules or ()) - {"core_attn"}))
-    if args.recompute_granularity == "selective" and modules:
+    chunks = getattr(args, "mlp_chunks_for_training", None) or 1
+    if chunks > 1:
         raise SettingError(
-            "args.recompute_modules",
-            modules,
-            "has a backward for each half, so that a weight's gradient would count as complete "
-            "after one of two",
-            f"recompute core_attn alone or {drop}",
+            "args.mlp_chunks_for_training",
+            chunks,
+            "calls the MLP once for each chunk, and halves call it once",
+            f"drop it or {_HALVES}",
         )
-    for name in ("mlp_chunks_for_training", "context_parallel_size"):
-        value = getattr(args, name, None) or 1
-        if value > 1:
-            reason = f"is not supported with {_HALVES}"
-            raise SettingError(f"args.{name}", value, reason, "drop one of the two")
     # A TransformerConfig has no micro-batch size: the model's first forward pass checks it then.
     if getattr(args, "micro_batch_size", 2) < 2:
         raise SettingError(
@@ -438,12 +431,4 @@ def check_halves(args: Any) -> None:
             args.micro_batch_size,
             "has no two halves",
             f"give 2 or more, or {drop}",
-        )
-    if args.attention_dropout > 0:
-        raise SettingError(
-            "args.attention_dropout",
-            f"{args.attention_dropout:g}",
-            "draws in a kernel by place in the batch, so halves would drop other scores than the "
-            "whole",
-            f"give 0 or {drop}",
         )

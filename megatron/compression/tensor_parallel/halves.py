@@ -49,6 +49,7 @@ Invariants:
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,7 +57,13 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.compression.tensor_parallel.halves_messages import ColumnStandIn, RowStandIn, empty
+from megatron.compression.tensor_parallel.halves_messages import (
+    AgainStandIn,
+    ColumnStandIn,
+    RowStandIn,
+    empty,
+)
+from megatron.compression.tensor_parallel.halves_recompute import Recomputation, outside_hooks
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Dropout with its mask drawn: the same map for values and gradients."""
@@ -66,18 +73,22 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 class Block:
     """An attention or an MLP of a transformer layer, as one half runs it."""
 
-    module: Callable[..., tuple]
+    module: torch.nn.Module
     """Maps the block's input to its output and the output's bias."""
     norm: torch.nn.Module
     """Computes the block's input from the residual stream."""
     column: torch.nn.Module
     """Its layer of the input, which sums the input's gradient."""
     row: torch.nn.Module
-    """Its layer that sums the output."""
+    """Its layer that sums the output, the last thing that ``module`` calls."""
     draw: Callable[[torch.Tensor], Linear | None] = lambda total: None
     """Draws the dropout of its output, given the output; None: no dropout."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``module``."""
+    recomputes_norm: bool = False
+    """Whether its backward computes its input again, instead of keeping it."""
+    recomputes_module: bool = False
+    """Whether its backward computes again what is between its two layers."""
 
     def run(self, entered: "BlockInput", other_half: "BlockInput") -> "BlockOutput":
         """Compute, and start to sum the output.
@@ -92,18 +103,61 @@ class Block:
         row = RowStandIn(self.row.site)
         column.after_gather = other_half.backward.start_gather
         # After the first product the other half's sum is moved on.
-        hook = self.column.register_forward_hook(lambda *_: other_half.advance())
+        hook = self.column.register_forward_hook(lambda *_: outside_hooks(other_half.advance))
         self.column.site = column
         self.row.site = row
+        recomputation = self._recomputation(entered)
         try:
-            total, bias = self.module(entered.y, **self.arguments)
+            with nullcontext() if recomputation is None else recomputation.hooks():
+                total, bias = self.module(entered.y, **self.arguments)
         finally:
             hook.remove()
             self.column.site = column.site
             self.row.site = row.site
+        if recomputation is not None:
+            recomputation.ran()
         # Frozen layers and evaluation have no gradient to gather.
         row.has_backward = total.requires_grad
         return BlockOutput(row, total, bias, self.draw)
+
+    def _recomputation(self, entered: "BlockInput") -> Recomputation | None:
+        """Return what the backward of a run computes again, or None where it keeps everything."""
+        recomputes = self.recomputes_norm or self.recomputes_module
+        if not recomputes or not torch.is_grad_enabled() or not entered.y.requires_grad:
+            return None
+        x = entered.x.detach() if self.recomputes_norm else None
+        run_again = self._run_again if self.recomputes_module else None
+        parameters = list(self.module.parameters())
+        return Recomputation(entered.y, x, self.norm, parameters, run_again)
+
+    def _run_again(self, y: torch.Tensor, save: Callable[[torch.Tensor], None]) -> None:
+        """Run the module as far as its second layer, in the backward.
+
+        Args:
+            y: the block's input ``[s, b, h]``.
+            save: is given the second layer's input, which that layer saves.
+        """
+
+        def take(x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if x.requires_grad or self.row.weight.requires_grad:
+                save(x)
+            return x, None
+
+        column = self.column
+        site = column.site
+        deferred = column.deferred
+        column.site = AgainStandIn(site)
+        # The weight gradients are those of the first run.
+        column.deferred = None
+        # Neither the second layer's product nor the sum is needed: its input is all that it saves.
+        # Set on the module itself, where Python looks before the class.
+        self.row.forward = take
+        try:
+            self.module(y, **self.arguments)
+        finally:
+            del self.row.forward
+            column.site = site
+            column.deferred = deferred
 
 
 class BlockOutput(NamedTuple):

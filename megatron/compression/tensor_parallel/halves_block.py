@@ -89,6 +89,7 @@ def blocks_of(
             row=attention.linear_proj,
             draw=draws[0],
             arguments=arguments,
+            recomputes_norm=layer.recompute_input_layernorm,
         ),
         Block(
             module=mlp,
@@ -96,6 +97,8 @@ def blocks_of(
             column=mlp.linear_fc1,
             row=mlp.linear_fc2,
             draw=draws[1],
+            recomputes_norm=layer.recompute_pre_mlp_layernorm,
+            recomputes_module=layer.recompute_mlp,
         ),
     ]
 

@@ -122,6 +122,28 @@ class ColumnStandIn:
         return _InputGradientSum(self, self.site.message("tp.backward", operation, self._nbytes))
 
 
+class AgainStandIn:
+    """Stands in for the site of a column-parallel layer that runs again in the backward
+    (halves_recompute.py): its input is gathered once more, and nothing else is sent."""
+
+    compressed = True
+    """The layer sends by these messages, whether a codec encodes them or not."""
+
+    def __init__(self, site: CommSite) -> None:
+        self.site = site
+        self.group = site.group
+        self._nbytes = 0
+
+    def pair(self, forward: str | None, backward: str | None, nbytes: int) -> "AgainStandIn":
+        """Return the messages of the layer's call; arguments as in ``CommSite.pair``."""
+        self._nbytes = nbytes
+        return self
+
+    def encoded_gather(self) -> EncodedGather:
+        """Return the gather of the input, counted now."""
+        return self.site.message("tp.forward", "all_gather", self._nbytes)
+
+
 class _OutputSum:
     """The sum of a row-parallel layer's output, which the stand-in keeps under way.
 
