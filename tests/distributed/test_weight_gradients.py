@@ -41,6 +41,11 @@ SETUPS = {
     "frozen": Setup(frozen="fc2", fused=frozenset(LINEAR - {"linear_fc2"})),
     "recomputed": Setup({"codec": "none"}, FULL, torch.float32),
     "recomputed in halves": Setup({"codec": "none", "overlap": "halves"}, FULL, torch.float32),
+    "MLP recomputed in halves": Setup(
+        {"codec": "none", "overlap": "halves"},
+        dict(recompute_granularity="selective", recompute_modules=["mlp"]),
+        torch.float32,
+    ),
     "bf16 gradients": Setup(fp32_gradients=False),
     "CAAT-Net": Setup(
         {"codec": "int6", "sync_fraction": 0.5},
@@ -101,10 +106,11 @@ def test_halves_are_added_before_ranks_sum_them(results) -> None:
     """DDP's hook runs once for both halves of a micro-batch, be they recomputed."""
     for rank in results:
         _, complete, _ = rank["recomputed"][True]
-        _, halves, _ = rank["recomputed in halves"][True]
-        for parameter, gradient in complete.items():
-            difference = (halves[parameter] - gradient).abs().max()
-            assert difference <= 2e-6 * gradient.abs().max(), parameter
+        for name in ("recomputed in halves", "MLP recomputed in halves"):
+            _, halves, _ = rank[name][True]
+            for parameter, gradient in complete.items():
+                difference = (halves[parameter] - gradient).abs().max()
+                assert difference <= 2e-6 * gradient.abs().max(), (name, parameter)
 
 
 def worker(rank: int, world_size: int) -> dict:

@@ -1,7 +1,10 @@
 """Blocks in turn: the order of a forward and a backward, and what is refused."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
@@ -17,9 +20,7 @@ from tests.unit.megatron_args import parsed
 from tests.unit.test_overlap import OneRankSite
 
 HALVES = ("--tp-compression-overlap", "halves")
-AGAIN = dict(
-    recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"]
-)
+AGAIN = dict(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"])
 WIDTH = 8
 
 
@@ -56,8 +57,14 @@ class _Mlp(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         self.log.append(f"{self.name} computes")
         inner = self.first(x)
-        inner.register_hook(lambda grad: self.log.append(f"{self.name} back"))
-        return self.second(inner.tanh()), None
+        if inner.requires_grad and not torch._C._current_autograd_node():
+            inner.register_hook(lambda grad: self.log.append(f"{self.name} back"))
+        activated = inner.tanh()
+        self.memory = {
+            "input": StorageWeakRef(x.untyped_storage()),
+            "activation": StorageWeakRef(activated.untyped_storage()),
+        }
+        return self.second(activated), None
 
 
 class _Weights(torch.nn.Module):
@@ -75,8 +82,20 @@ class _Weights(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(WIDTH, dtype=torch.float64)
 
 
-def _run() -> tuple[list[str], list[str]]:
-    """Return what is logged forward and backward."""
+class _Ran(NamedTuple):
+    """What a forward and a backward of two blocks have left."""
+
+    forward: list[str]
+    """What is logged in the forward."""
+    backward: list[str]
+    kept: set[str]
+    """The tensors of the blocks that are there between both."""
+    gradients: list[torch.Tensor]
+    """Of the inputs and the weights."""
+
+
+def _run(**recomputes: bool) -> _Ran:
+    """Run two blocks of two halves; the arguments are fields of ``Block``."""
     log: list[str] = []
     generator = torch.Generator().manual_seed(3)
     inputs = [
@@ -88,11 +107,14 @@ def _run() -> tuple[list[str], list[str]]:
         for name, of_block in zip(("A", "MM"), weights, strict=True)
         for half in "12"
     ]
-    outputs = interleave([Block(mlp, mlp.norm, mlp.first, mlp.second) for mlp in mlps], inputs)
+    blocks = [Block(mlp, mlp.norm, mlp.first, mlp.second, **recomputes) for mlp in mlps]
+    outputs = interleave(blocks, inputs)
     forward = list(log)
     log[:] = []
+    kept = {name for mlp in mlps for name, memory in mlp.memory.items() if not memory.expired()}
     sum(output.square().sum() for output in outputs).backward()
-    return forward, log
+    leaves = [*inputs, *(weight for of_block in weights for weight in of_block.parameters())]
+    return _Ran(forward, log, kept, [leaf.grad for leaf in leaves])
 
 
 def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
@@ -105,7 +127,7 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
     monkeypatch.setattr(
         functions.WeightGradient, "compute", lambda self: [noted.append("w"), compute(self)][1]
     )
-    forward, backward = _run()
+    forward, backward, *_ = _run()
     assert ", ".join(forward).replace(" tp.forward", "") == (
         "A1 computes, A1 start, A2 computes, A1 halfway, A2 start, A1 arrived, MM1 computes, "
         "A2 halfway, "
@@ -118,6 +140,28 @@ def test_a_half_computes_behind_the_others_exchange(monkeypatch) -> None:
         "A2 halfway, MM1 arrived, A1 back, A1 start, A1 halfway, A2 arrived, A1 arrived"
     )
     assert len(noted) == 8, "two weights a block and half"
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "kept"),
+    [
+        ({}, {"input", "activation"}),
+        ({"recomputes_norm": True}, {"activation"}),
+        ({"recomputes_module": True}, {"input"}),
+        ({"recomputes_norm": True, "recomputes_module": True}, set()),
+    ],
+)
+def test_what_is_recomputed_is_not_kept(recomputes: dict, kept: set[str]) -> None:
+    """The memory is free between forward and backward, and no bit of a gradient changes."""
+    expected = _run()
+    actual = _run(**recomputes)
+    assert actual.kept == kept
+    assert actual.forward == expected.forward
+    for gradient, complete in zip(actual.gradients, expected.gradients, strict=True):
+        assert torch.equal(gradient, complete)
+    # Sums are not sent again.
+    sent = [line for line in actual.backward if "start" in line]
+    assert sent == [line for line in expected.backward if "start" in line]
 
 
 @pytest.mark.parametrize(
