@@ -3,6 +3,7 @@
 import gc
 import time
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.distributed.spawn import spawned
 from tests.distributed.tiny_gpt import (
     FULL,
     QWEN,
+    SEQUENCE,
     batch,
     build_tiny_gpt,
     replicated,
@@ -217,6 +219,70 @@ def _held_bytes() -> int:
     return sum(sizes.values())
 
 
+DROPPED = {
+    "as it is": {},
+    "recomputed": FULL,
+    "core attention recomputed": _again("core_attn"),
+    "MLP recomputed": _again("mlp"),
+}
+"""Settings under which the same numbers are drawn at random."""
+
+
+class Dropped(NamedTuple):
+    """A training step with dropout."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    slope: float
+    """Of the sum of all ranks' losses along a direction, by the gradients."""
+    difference: float
+    """The same, by losses at two points on that direction."""
+
+
+def _dropped(rank: int, world_size: int, changes: dict, seed: int = 77) -> Dropped:
+    """Train a step in halves, with dropout of attention's scores and of the blocks' outputs.
+
+    Args:
+        rank: this rank.
+        world_size: tensor-parallel size.
+        changes: of the model's config.
+        seed: of the random numbers.
+    """
+    from megatron.core import tensor_parallel
+
+    changes = dict(attention_dropout=0.2, hidden_dropout=0.1, **changes)
+    model = build_tiny_gpt(rank, world_size, run_with("none"), torch.float64, **changes)
+    _in_halves(model)
+
+    def loss() -> torch.Tensor:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        torch.manual_seed(seed)
+        return _loss(model, batch(0, rank, SEQUENCES))
+
+    first = loss()
+    first.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    # Along the parameters of which each rank has a part: their gradients are whole.
+    sharded = gradients.keys() - replicated(model).keys()
+    generator = torch.Generator().manual_seed(rank)
+    parameters = dict(model.named_parameters())
+    directions = {
+        name: torch.randn(gradients[name].shape, generator=generator, dtype=torch.float64)
+        for name in sorted(sharded)
+    }
+    slope = sum((gradients[name] * direction).sum() for name, direction in directions.items())
+    step = 1e-6
+    losses = []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for name, direction in directions.items():
+                parameters[name] += sign * step * direction
+            losses.append(loss())
+    of_all_ranks = torch.stack([slope, (losses[0] - losses[1]) / (2 * step)])
+    torch.distributed.all_reduce(of_all_ranks)
+    return Dropped(float(first.detach()), gradients, *of_all_ranks.tolist())
+
+
 def _worker(rank: int, world_size: int) -> dict:
     start_model_parallel(world_size)
     results = {
@@ -229,6 +295,12 @@ def _worker(rank: int, world_size: int) -> dict:
         _train(rank, world_size, "uncompressed", prepare, mask=True)
         for prepare in (lambda model: None, _in_halves)
     ]
+    results["dropped"] = {
+        name: _dropped(rank, world_size, changes) for name, changes in DROPPED.items()
+    }
+    results["dropped again"] = _dropped(rank, world_size, {})
+    results["dropped otherwise"] = _dropped(rank, world_size, {}, seed=78)
+    results["dropped in parts"] = _dropped(rank, world_size, SP)
     results["refused"] = _refused(rank, world_size)
     results["kept alive"] = [
         _kept_alive(rank, world_size, _in_halves, changes) for changes in ({}, FULL)
@@ -270,6 +342,92 @@ def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> N
             assert not complete["sent"] - halves["sent"]
         elif case != "lossless":  # whose payloads depend on the values
             assert halves["sent"] == complete["sent"]
+
+
+def test_dropout_can_be_repeated(results: list[dict]) -> None:
+    """The same seed gives the same bits; another one gives another loss."""
+    for rank in results:
+        first, again = rank["dropped"]["as it is"], rank["dropped again"]
+        assert again.loss == first.loss
+        for name, gradient in first.gradients.items():
+            assert torch.equal(again.gradients[name], gradient), name
+        assert abs(rank["dropped otherwise"].loss / first.loss - 1) > 1e-3
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_recomputation_drops_the_same_values(results: list[dict], name: str) -> None:
+    for rank in results:
+        expected, actual = rank["dropped"]["as it is"], rank["dropped"][name]
+        assert actual.loss == pytest.approx(expected.loss, rel=1e-12)
+        for parameter, gradient in expected.gradients.items():
+            difference = (actual.gradients[parameter] - gradient).abs().max()
+            assert difference <= 1e-12 * gradient.abs().max(), parameter
+
+
+@pytest.mark.parametrize("name", [*DROPPED, "in parts"])
+def test_gradients_are_of_the_values_that_were_dropped(results: list[dict], name: str) -> None:
+    """With sequence parallelism (in parts), too: by losses at two points near by."""
+    for rank in results:
+        dropped = rank["dropped in parts"] if name == "in parts" else rank["dropped"][name]
+        assert abs(dropped.slope) > 1e-2
+        assert dropped.difference == pytest.approx(dropped.slope, rel=1e-5)
+
+
+CONTEXT = {
+    "learned positions": (dict(), "learned_absolute"),
+    "rotary positions, sequence parallel": (dict(QWEN, **SP), "rope"),
+}
+"""Changes of the model's config under context parallelism, and its positions."""
+
+
+def _context_worker(rank: int, world_size: int) -> dict:
+    """Train a step of a model of two tensor-parallel and two context-parallel ranks."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron.compression.context_parallel.gather import chunks_of
+
+    parallel_state.initialize_model_parallel(world_size // 2, context_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    chunks = torch.arange(SEQUENCE).chunk(4)
+    tokens = torch.cat(
+        [chunks[number] for number in chunks_of(parallel_state.get_context_parallel_rank(), 2)]
+    )
+    inputs = batch(0, rank, SEQUENCES)
+    local = {name: inputs[name][:, tokens] for name in ("input_ids", "position_ids")}
+    results = {}
+    for name, (changes, positions) in CONTEXT.items():
+        sides = []
+        for prepare in (lambda model: None, _in_halves):
+            run = run_with("identity")
+            model = build_tiny_gpt(
+                rank,
+                world_size // 2,
+                run,
+                torch.float64,
+                positions=positions,
+                context_parallel_size=2,
+                **changes,
+            )
+            prepare(model)
+            loss = _loss(model, {**local, "attention_mask": None})
+            loss.backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            sides.append({"losses": [float(loss.detach())], "gradients": gradients})
+        results[name] = sides
+    return results
+
+
+context_results = spawned(_context_worker, 4)
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_halves_under_context_parallelism(context_results: list[dict], name: str) -> None:
+    """Each half gathers its own keys and values, and the losses of the ranks differ."""
+    for rank in context_results:
+        complete, halves = rank[name]
+        _compare(halves, complete, 1e-12)
+    losses = {rank[name][1]["losses"][0] for rank in context_results}
+    assert len(losses) == 4
 
 
 def test_what_halves_would_leave_out_is_refused(results: list[dict]) -> None:

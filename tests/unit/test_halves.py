@@ -172,7 +172,7 @@ def test_what_is_recomputed_is_not_kept(recomputes: dict, kept: set[str]) -> Non
             {"transformer_impl": "transformer_engine"},
             "--transformer-impl local: a layer of transformer_engine computes",
         ),
-        ({"num_experts": 8}, "--num-experts routes"),
+        ({"num_experts": 8}, "--num-experts balances"),
         ({"multi_latent_attention": True}, "--multi-latent-attention has"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
         ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training 2 calls the MLP"),

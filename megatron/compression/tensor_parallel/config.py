@@ -66,7 +66,7 @@ _NOT_COVERED_IN_TE = {
 
 _CALLS_MODULES = "gathers weights when a layer is called, and halves call its modules"
 _NOT_HALVED = {
-    "num_experts": "routes the tokens of a whole micro-batch",
+    "num_experts": "balances the loads of experts over a whole micro-batch",
     "multi_latent_attention": "has attention whose input goes to several layers",
     "mtp_num_layers": "has layers that are not halved",
     **dict.fromkeys(OTHER_LAYERS, "has layers that are not halved"),

@@ -49,8 +49,9 @@ Invariants:
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,13 +103,20 @@ class Block:
         # The column's stand-in belongs to the input, which may have begun its gather.
         row = RowStandIn(self.row.site)
         column.after_gather = other_half.backward.start_gather
+        advance = other_half.advance
+        hooks: AbstractContextManager = nullcontext()
+        recomputation = None
+        if self.recomputes_norm or self.recomputes_module:
+            recomputation = self._recomputation(entered)
+        if recomputation is not None:
+            hooks = recomputation.hooks()
+            advance = partial(outside_hooks, other_half.advance)
         # After the first product the other half's sum is moved on.
-        hook = self.column.register_forward_hook(lambda *_: outside_hooks(other_half.advance))
+        hook = self.column.register_forward_hook(lambda *_: advance())
         self.column.site = column
         self.row.site = row
-        recomputation = self._recomputation(entered)
         try:
-            with nullcontext() if recomputation is None else recomputation.hooks():
+            with hooks:
                 total, bias = self.module(entered.y, **self.arguments)
         finally:
             hook.remove()
@@ -122,8 +130,7 @@ class Block:
 
     def _recomputation(self, entered: "BlockInput") -> Recomputation | None:
         """Return what the backward of a run computes again, or None where it keeps everything."""
-        recomputes = self.recomputes_norm or self.recomputes_module
-        if not recomputes or not torch.is_grad_enabled() or not entered.y.requires_grad:
+        if not torch.is_grad_enabled() or not entered.y.requires_grad:
             return None
         x = entered.x.detach() if self.recomputes_norm else None
         run_again = self._run_again if self.recomputes_module else None
