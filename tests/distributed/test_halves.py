@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.distributed.spawn import spawned
+from tests.distributed.spawn import spawn, spawned
 from tests.distributed.tiny_gpt import (
     FULL,
     QWEN,
@@ -371,6 +371,46 @@ def test_gradients_are_of_the_values_that_were_dropped(results: list[dict], name
         dropped = rank["dropped in parts"] if name == "in parts" else rank["dropped"][name]
         assert abs(dropped.slope) > 1e-2
         assert dropped.difference == pytest.approx(dropped.slope, rel=1e-5)
+
+
+TRAINED = {"none": 1e-9, "int8": 4e-3}
+"""Codec -> how far losses with halves may be from those without, relatively."""
+
+
+def _losses_worker(rank: int, world_size: int, iterations: int) -> dict[str, list[list[float]]]:
+    """Train in fp64; return by codec the losses without halves and with them."""
+    start_model_parallel(world_size)
+    results = {}
+    for codec in TRAINED:
+        sides = []
+        for prepare in (lambda model: None, _in_halves):
+            model = build_tiny_gpt(rank, world_size, run_with(codec), torch.float64, **SP)
+            prepare(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+            losses = []
+            for iteration in range(iterations):
+                loss = _loss(model, batch(iteration, rank, SEQUENCES))
+                loss.backward()
+                for parameter in model.parameters():
+                    # Norms and biases have seen this rank's tokens alone.
+                    if getattr(parameter, "sequence_parallel", False):
+                        torch.distributed.all_reduce(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            sides.append(losses)
+        results[codec] = sides
+    return results
+
+
+@pytest.mark.parametrize("iterations", [5, pytest.param(100, marks=pytest.mark.thorough)], ids=str)
+def test_trainings_have_the_losses_of_those_without_halves(iterations: int) -> None:
+    """To the rounding of fp64 uncompressed, and to that of its codes with a codec."""
+    for rank in spawn(_losses_worker, 2, iterations):
+        for codec, (complete, halves) in rank.items():
+            assert len(halves) == iterations
+            assert complete[-1] < 0.99 * complete[0]
+            assert halves == pytest.approx(complete, rel=TRAINED[codec])
 
 
 CONTEXT = {
