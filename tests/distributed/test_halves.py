@@ -386,7 +386,7 @@ def _losses_worker(rank: int, world_size: int, iterations: int) -> dict[str, lis
         for prepare in (lambda model: None, _in_halves):
             model = build_tiny_gpt(rank, world_size, run_with(codec), torch.float64, **SP)
             prepare(model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+            optimizer = torch.optim.SGD(model.parameters(), lr=3e-6)
             losses = []
             for iteration in range(iterations):
                 loss = _loss(model, batch(iteration, rank, SEQUENCES))
