@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.data_centres import OPTIMIZER, pretrain_in_data_centres
-from tests.distributed.launch import go_back_to, pretrain, tiny_flags
+from tests.distributed.launch import free_port, go_back_to, pretrain, tiny_flags
 
 SCALINGS = {
     "plain": (),
@@ -168,3 +168,87 @@ def test_other_settings_and_weights_are_refused() -> None:
     assert "--local-steps 2 here, 3 in data centre 1" in other_steps.runs[0].output
     other_weights = pretrain_in_data_centres(own_flags={1: ["--seed", "7"]}, check=False)
     assert "starts from other weights" in other_weights.runs[0].output
+
+
+WATCHED = "tests/distributed/watched_link.py"
+
+
+def watched(output: str) -> tuple[list[int], int, list[float]]:
+    """Return the iterations that met another data centre, the size of the largest process group,
+    and the seconds of each step without its round."""
+    match = re.search(r"exchanged after \[(.*)\], largest group (\d+), .* steps (.*)", output)
+    iterations = [int(number) for number in match[1].split(", ")]
+    return iterations, int(match[2]), [float(seconds) for seconds in match[3].split()]
+
+
+def test_no_step_meets_the_other_data_centre_between_rounds() -> None:
+    """Two data centres of two ranks, H = 3, one of them slow within a round: the other's steps are
+    not slower, and no process group holds ranks of both."""
+    centres = pretrain_in_data_centres(
+        *("--local-steps", "3", "--train-iters", "7"),
+        ranks=2,
+        through=WATCHED,
+        env={"SLOW_ITERATION": "2"},
+    )
+    for run in centres.runs:
+        iterations, largest, _ = watched(run.output)
+        # The comparison of weights at the start, and the rounds.
+        assert iterations == [0, 3, 6]
+        assert largest == 2
+    _, _, seconds_of_fast = watched(centres.runs[0].output)
+    _, _, seconds_of_slow = watched(centres.runs[1].output)
+    assert seconds_of_slow[1] > 3
+    assert seconds_of_fast[1] < 3, "iteration 2 does not wait for the other"
+
+
+def test_a_lost_data_centre_is_named_and_ends_the_run() -> None:
+    """Data centre 1 dies in iteration 5; the other one ends in the round after iteration 6."""
+    centres = pretrain_in_data_centres(
+        *("--local-steps", "3", "--train-iters", "7"),
+        through=WATCHED,
+        env={"STOP_ITERATION": "5"},
+        check=False,
+    )
+    survivor = centres.runs[0]
+    assert 6 in survivor.log("lm loss") or 5 in survivor.log("lm loss")
+    assert survivor.errors == [
+        "error: data centre 1 closed the connection, whose newest exchange was after its iteration 3; "
+        "this one is at iteration 6. Its own log says why. Restart all data centres from their last "
+        "common checkpoint"
+    ]
+
+
+def test_a_late_data_centre_is_waited_for_within_a_limit() -> None:
+    """Data centre 1 is later than the limit of a second."""
+    centres = pretrain_in_data_centres(
+        *("--local-steps", "2", "--train-iters", "3"),
+        through=WATCHED,
+        env={"SLOW_ITERATION": "2", "LIMIT_SECONDS": "1"},
+        check=False,
+    )
+    (line,) = centres.runs[0].errors
+    assert line.startswith(
+        "error: data centre 1 has not answered for 1 s, whose newest exchange was after its "
+        "iteration 0"
+    )
+    assert "raise --outer-timeout-minutes" in line
+
+
+def test_a_data_centre_that_does_not_start_is_waited_for_within_a_limit() -> None:
+    """Nobody listens at the address, and nobody else comes."""
+    flags = (*OPTIMIZER, "--data-centres", "2", "--outer-timeout-minutes", "0.02")
+    one = pretrain(
+        *tiny_flags(*flags, "--data-centre-rank", "1", "--outer-address", "127.0.0.1:9"),
+        ranks=1,
+        check=False,
+    )
+    assert (
+        "data centre 0 does not answer at --outer-address 127.0.0.1:9 within 1 s" in one.errors[0]
+    )
+    port = free_port()
+    zero = pretrain(
+        *tiny_flags(*flags, "--data-centre-rank", "0", "--outer-address", f"127.0.0.1:{port}"),
+        ranks=1,
+        check=False,
+    )
+    assert "data centre 1 has not answered for 1 s" in zero.errors[0]

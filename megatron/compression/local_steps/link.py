@@ -12,7 +12,7 @@ and NCCL's watchdog would end the process instead of this module's line. A threa
 receives, so that training goes on meanwhile.
 
 A store at ``--outer-address``, kept by rank 0 of data centre 0, holds what each data centre says of
-itself: its settings, and the iteration of its newest round, which a line about a late one quotes.
+itself: its settings, and the iteration of its newest exchange, which a line about a late one quotes.
 """
 
 import datetime
@@ -85,6 +85,8 @@ class DataCentreLink:
         self.rank = dist.get_rank()
         self._store = self._open_store()
         self._group: Any = None
+        self._stream: Any = None
+        """Of copies from a GPU; None: there have been none."""
         self._queue: queue.Queue[Exchange] = queue.Queue()
         self.exchanges = 0
         """Exchanges started so far."""
@@ -177,8 +179,6 @@ class DataCentreLink:
         if payload.is_cuda:
             exchange.ready = torch.cuda.Event()
             exchange.ready.record()
-        if self.rank == 0:
-            self._publish(iteration)
         self.exchanges += 1
         self._queue.put(exchange)
         return exchange
@@ -196,6 +196,8 @@ class DataCentreLink:
             exchange = self._queue.get()
             begin = time.monotonic()
             try:
+                if self.rank == 0:
+                    self._publish(exchange.iteration)
                 exchange.payloads = self._gather(exchange)
             except RuntimeError as error:
                 exchange.error = error
@@ -204,12 +206,26 @@ class DataCentreLink:
 
     def _gather(self, exchange: Exchange) -> torch.Tensor:
         """Return uint8 ``[data centres, bytes]``, every data centre's payload."""
-        if exchange.ready is not None:
-            exchange.ready.synchronize()
-        payload = exchange.payload.cpu()
-        payloads = torch.empty(self.size, len(payload), dtype=torch.uint8)
+        payload = exchange.payload
+        on_gpu = exchange.ready is not None
+        if on_gpu:
+            payload = self._copy_to_host(payload, exchange.ready)
+        payloads = torch.empty(self.size, len(payload), dtype=torch.uint8, pin_memory=on_gpu)
         self._group.allgather([list(payloads)], [payload]).wait()
         return payloads
+
+    def _copy_to_host(self, payload: torch.Tensor, ready: Any) -> torch.Tensor:
+        """Return a payload in pinned host memory, once it is complete."""
+        # A stream of this thread's: on that of training the copy would queue behind its kernels.
+        with torch.cuda.device(payload.device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                host = torch.empty(payload.shape, dtype=payload.dtype, pin_memory=True)
+                host.copy_(payload, non_blocking=True)
+            self._stream.synchronize()
+        return host
 
     def wait(self, exchange: Exchange) -> torch.Tensor:
         """Return uint8 ``[data centres, bytes]`` of an exchange, on the payload's device.
@@ -254,8 +270,8 @@ class DataCentreLink:
     def _news(self, number: int) -> str:
         iteration = self._round_of(number)
         if iteration is None:
-            return "which has not reached its first round"
-        return f"whose newest round was after its iteration {iteration}"
+            return "which has not started yet"
+        return f"whose newest exchange was after its iteration {iteration}"
 
     def _lost_line(self, number: int, elapsed: float) -> str:
         return (
