@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -450,15 +451,39 @@ def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     Returns: ``--tp-compression taco -> int6`` for each flag or variable.
     """
     changes = []
-    # Compared as typed, so that two spellings of one default are no change.
+    # Compared as typed, so that two spellings of one default are no change. taco is compared with
+    # its outliers, which the papers' set-ups name and users leave out.
     for name, paths in _TYPED.items():
         old = _as_typed(saved, paths)
         new = _as_typed(now, paths)
+        old_spelled = with_outliers(old, "off")
+        new_spelled = with_outliers(new, "off")
         decides_results = paths[0].rpartition(".")[2] not in SAME_RESULTS
         # A checkpoint that is older than a flag has no value for it: no change of the user's.
-        if old and old != new and decides_results:
+        if old and old_spelled != new_spelled and decides_results:
             changes.append(f"{name} {old} -> {new}")
     return changes
+
+
+def with_outliers(spec: str, outliers: str) -> str:
+    """Return a spec whose ``taco`` says ``outliers``, on or off, where it does not say it already.
+
+    Args:
+        spec: with parts by site and two hops, or two specs with a space between them; any other
+            text comes back as it is.
+        outliers: what a spec without the setting means.
+    """
+
+    def spelled(match: re.Match) -> str:
+        settings = match[1] or ""
+        if "outliers=" in settings:
+            return match[0]
+        separator = "," if settings else ":"
+        return f"{match[0]}{separator}outliers={outliers}"
+
+    # A codec's name begins a spec, a hop ("/") or a part by site (";", "SITE="); commas separate
+    # its settings.
+    return re.sub(r"(?<![^ ;/=])taco(:[^ ;/]*)?(?![^ ;/])", spelled, spec)
 
 
 def _as_typed(config: dict[str, Any], paths: tuple[str, ...]) -> str:

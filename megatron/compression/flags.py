@@ -86,7 +86,7 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         help="One choice for all kinds of parallelism. auto: time this run's own messages at the "
         "start, and choose for each kind the codec that gains most within "
         "--compression-loss-budget, or none. taco-paper: the TACO paper's codecs (--tp-compression "
-        "taco, --dp-compression sdp4bit, --pp-compression tah-quant). The flag of one kind of "
+        "taco:outliers=off, --dp-compression sdp4bit, --pp-compression tah-quant). The flag of one kind of "
         "parallelism takes precedence.",
     )
     group.add_argument(

@@ -27,20 +27,21 @@ RUNS = {
     ("caat_net", "7b"): (6.738e9, (8, 1, 1), 20000, (1024, 4096, 3e-4, 3e-5, 20000)),
 }
 NONE = ["none"] * 4
-E5M2 = "taco:format=fp8-e5m2,group=256"
+TACO = "taco:outliers=off"
+E5M2 = "taco:format=fp8-e5m2,group=256,outliers=off"
 WEIGHTS = "sdp4bit:intra=4,group=2048,hadamard=off"
 # {(script, MODEL, VARIANT or the default): codecs of tensor parallelism, pipeline parallelism,
 #   gradients, weights}
 VARIANTS = {
-    ("taco", "gpt-350m"): ["taco", *NONE[1:]],
-    ("taco", "qwen3-0.6b"): ["taco", "taco", "none", "none"],
+    ("taco", "gpt-350m"): [TACO, *NONE[1:]],
+    ("taco", "qwen3-0.6b"): [TACO, TACO, "none", "none"],
     ("sdp4bit", "125m"): ["none", "none", "sdp4bit", WEIGHTS],
     ("tah_quant", "gpt2-xl"): ["none", "tah-quant", "none", "none"],
     ("tagc", "gpt2"): ["none", "none", "tagc:wire=sketch", "none"],
     ("taco", "gpt-350m", "none"): NONE,
     ("taco", "gpt-350m", "e5m2"): [E5M2, *NONE[1:]],
     ("taco", "gpt-350m", "per-tensor"): ["examples.paper.per_tensor_fp8:PerTensorFp8", *NONE[1:]],
-    ("taco", "qwen2.5-7b", "3d"): ["taco", "tah-quant", "sdp4bit", WEIGHTS],
+    ("taco", "qwen2.5-7b", "3d"): [TACO, "tah-quant", "sdp4bit", WEIGHTS],
     ("sdp4bit", "125m", "tlq"): ["none", "none", "sdp4bit:hadamard=off", "none"],
     ("tah_quant", "gpt2-xl", "tile"): ["none", "tah-quant:allocation=tile", "none", "none"],
     ("tagc", "gpt2", "all"): ["none", "none", "tagc:wire=sketch,layers=all", "none"],

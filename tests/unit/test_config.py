@@ -11,7 +11,12 @@ import torch
 from megatron.compression import CompressionConfig, CompressionConfigError
 from megatron.compression.caat_net.config import CaatNetConfig
 from megatron.compression.codecs.grouped import fp8_in_software
-from megatron.compression.config import COMMUNICATORS, NODE_SIZE, changed_settings
+from megatron.compression.config import (
+    COMMUNICATORS,
+    NODE_SIZE,
+    changed_settings,
+    with_outliers,
+)
 from megatron.compression.context_parallel.config import ContextParallelConfig
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import InputError, OneLineParser
@@ -60,7 +65,7 @@ class TestTacoPaper:
 
     def test_it_is_three_codecs(self) -> None:
         config = _config("--compression", "taco-paper", use_distributed_optimizer=True)
-        assert config.tensor_parallel == TensorParallelConfig(compression="taco")
+        assert config.tensor_parallel == TensorParallelConfig(compression="taco:outliers=off")
         assert config.data_parallel.compression == "sdp4bit"
         assert config.data_parallel.weight_codec is not None
         assert config.pipeline_parallel == PipelineParallelConfig(compression="tah-quant")
@@ -240,6 +245,39 @@ class TestChangedSettings:
     def test_the_same_settings_are_no_change(self) -> None:
         settings = _config("--taco").asdict()
         assert changed_settings(settings, settings) == []
+
+    def test_a_default_that_is_spelled_out_is_no_change(self) -> None:
+        """taco-paper was taco in checkpoints of earlier versions."""
+        saved = _config("--taco", "group=64").asdict()
+        resumed = _config("--tp-compression", "taco:group=64,outliers=off").asdict()
+        assert changed_settings(saved, resumed) == []
+
+    def test_outliers_are_a_change(self) -> None:
+        resumed = _config("--taco", "outliers=on").asdict()
+        assert changed_settings(_config("--taco").asdict(), resumed) == [
+            "--tp-compression taco -> taco:outliers=on"
+        ]
+
+    @pytest.mark.parametrize(
+        ("spec", "spelled"),
+        [
+            ("taco", "taco:outliers=off"),
+            ("taco:group=64", "taco:group=64,outliers=off"),
+            ("taco:outliers=on", "taco:outliers=on"),
+            ("taco/int8", "taco:outliers=off/int8"),
+            (
+                "int8;fc2@0=taco;qkv=taco:group=64",
+                "int8;fc2@0=taco:outliers=off;qkv=taco:group=64,outliers=off",
+            ),
+            ("int8 taco", "int8 taco:outliers=off"),
+            ("int6:group=64", "int6:group=64"),
+            ("my.taco:Codec", "my.taco:Codec"),
+            ("none", "none"),
+            ("", ""),
+        ],
+    )
+    def test_specs_with_their_outliers(self, spec: str, spelled: str) -> None:
+        assert with_outliers(spec, "off") == spelled
 
     def test_a_checkpoint_without_settings_is_no_change(self) -> None:
         assert changed_settings({}, _config("--taco").asdict()) == []

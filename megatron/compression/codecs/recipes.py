@@ -113,7 +113,7 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
 ones."""
 
 TACO_PAPER = {
-    "tensor_parallel": "taco",
+    "tensor_parallel": "taco:outliers=off",
     "data_parallel": "sdp4bit",
     "pipeline_parallel": "tah-quant",
 }
