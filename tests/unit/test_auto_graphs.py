@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from megatron.compression.auto import automatic, check, stopwatch
 from megatron.compression.auto.automatic import Automatic
-from megatron.compression.auto.measurement import Candidates, Measurement
+from megatron.compression.auto.check import Trial
+from megatron.compression.auto.measurement import Candidates, Measurement, decided_config
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.stopwatch import Stopwatch
 from megatron.compression.config import CompressionConfig
@@ -216,3 +217,50 @@ def test_nothing_is_measured_while_iterations_are_compared(begin) -> None:
     run.session.host.log_interval = 10
     run.session.iteration_ends(1, {})
     assert run.session.run.policy.meter.interval == 0
+
+
+TENSOR = frozenset({"tensor_parallel"})
+COMPARED = [
+    Trial(),
+    Trial(TENSOR),
+    Trial(TENSOR, halves=True),
+    Trial(halves=True),
+    Trial(halves=True, recipe="int8:outliers=on"),
+]
+
+
+def test_each_way_to_train_is_a_graph_of_its_own(begin) -> None:
+    """A graph is captured again where the policy's circumstances differ."""
+    run, _ = begin("full_iteration")
+    policy = run.session.run.policy
+    of_the_warm_up = policy.circumstances()
+    run._rules = {trial.recipe: run._rules_of(trial.recipe) for trial in COMPARED}
+    captured_for = []
+    for trial in COMPARED:
+        run._take(trial)
+        captured_for.append(policy.circumstances())
+    assert len(set(captured_for)) == len(COMPARED)
+    assert captured_for[0] == of_the_warm_up, "the first block goes on with the warm-up's graph"
+
+
+@pytest.mark.parametrize(
+    ("trial", "codec"),
+    [
+        (COMPARED[0], "int6:outliers=on"),
+        (COMPARED[1], None),
+        (COMPARED[2], None),
+        (COMPARED[4], "int8:outliers=on"),
+    ],
+)
+def test_messages_go_by_the_way_that_is_tried(begin, trial: Trial, codec: str | None) -> None:
+    run, _ = begin("full_iteration")
+    policy = run.session.run.policy
+    # What ``decided_config`` gives a run of this plan.
+    run.session.adopt(decided_config(run.config, one_plan(), run.args))
+    run._rules = {trial.recipe: run._rules_of(trial.recipe) for trial in COMPARED}
+    run._take(trial)
+    decision = policy.decide("tp.forward", 2**20)
+    if codec is None:
+        assert (decision.codec, decision.reason) == (None, "auto")
+    else:
+        assert decision.codec.name == codec

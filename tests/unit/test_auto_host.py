@@ -207,3 +207,14 @@ def test_halves_are_not_tried_where_the_host_launches_too_slowly(
     assert run._check.tries_halves == tried
     reason = "halves are not tried: the host would launch twice as many kernels, in 2.0 times"
     assert any(reason in line for line in log) != tried
+
+
+def test_without_halves_there_may_be_nothing_to_compare(begin, monkeypatch) -> None:
+    """The error meter, which was off to compare, goes on."""
+    monkeypatch.setattr(automatic, "largest", lambda *values: list(values))
+    run, _ = begin()
+    run._check = Check(trials_of((), halves=True), (), 0, lambda trial: None, lambda verdict: None)
+    run._meter_interval = 5
+    run._refuse_slow_halves(watched(Machine(3e-3, 1e-3)))
+    assert not run.compares
+    assert run.session.run.policy.meter.interval == 5

@@ -454,6 +454,9 @@ class Automatic:
         (part,) = largest(part)
         if part > 1:
             self._check.leave_out_halves()
+            if self._check.done:
+                # They were all that was to be compared.
+                self.session.run.policy.meter.interval = self._meter_interval
             self._tell(
                 "interleaved halves are not tried: the host would launch twice as many kernels, in "
                 f"{part:.1f} times what an iteration takes"
