@@ -399,7 +399,7 @@ class Session:
             raise CompressionConfigError(
                 "measure_loss measures nothing: give CompressionConfig(loss_interval=...)"
             )
-        meter = self.own_loss_meter(interval)
+        meter = self._loss_meter_of_own_loop(interval)
         if not meter.due(self.run.policy.iteration(), 2 / (3 * micro_batches)):
             return
 
@@ -409,7 +409,7 @@ class Session:
 
         meter.measure(losses, 1, self._chunks)
 
-    def own_loss_meter(self, interval: int | str) -> LossMeter:
+    def _loss_meter_of_own_loop(self, interval: int | str) -> LossMeter:
         """Return the loss meter of a loop of one's own, which is made when it is first needed."""
         if self.loss_meter is None:
             self.loss_meter = LossMeter(interval, self.run)
@@ -596,8 +596,10 @@ class Session:
             sites = ", ".join(f"{site} {traffic}" for site, traffic, _ in tripped)
             self.host.log(f"compression: uncompressed as when the checkpoint was saved: {sites}")
         interval = self.config.loss_interval
-        if interval is not None and "loss_meter" in state:
-            self.own_loss_meter(interval).load_state(state["loss_meter"])
+        if interval is not None and self.host.arguments is None:
+            self._loss_meter_of_own_loop(interval)
+        if self.loss_meter is not None and "loss_meter" in state:
+            self.loss_meter.load_state(state["loss_meter"])
 
     def add_state(
         self, state_dict: dict[str, Any], is_loading: bool, optimizer: Any = None

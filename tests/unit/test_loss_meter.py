@@ -176,6 +176,14 @@ class TestPolicy:
             assert policy.decide("tp.backward").codec is not None
         assert policy.left_out("tp.forward")
 
+    def test_errors_of_layers_are_measured_in_training_alone(self) -> None:
+        run = run_of()
+        run.policy.meter.interval = 1
+        run.ledger.phase = "meter"
+        assert not run.policy.measures("a", "tp.forward")
+        run.ledger.phase = "train"
+        assert run.policy.measures("a", "tp.forward")
+
     def test_codecs_in_force_follow_rules_and_layers_past_the_bound(self) -> None:
         run = run_of()
         before = codecs_in_force(run)
