@@ -537,7 +537,8 @@ def batches_of(
 def iterations_of_check(options: Namespace, graphs: str) -> int:
     """Return the most iterations that --compression auto takes to check its choice."""
     # Four iterations, then rounds. A round measures a block of everything compressed, one without
-    # each dimension, and with tensor parallelism up to three in halves of a micro-batch.
+    # each dimension, and with tensor parallelism one of a safer codec and up to three in halves of a
+    # micro-batch.
     rounds = 1
     block = 4 + untimed(graphs)
     if graphs == "none":
@@ -545,8 +546,8 @@ def iterations_of_check(options: Namespace, graphs: str) -> int:
         block = 4
     sizes = [getattr(options, f"{dimension}_parallel") for dimension in DIMENSIONS]
     dimensions = sum(size > 1 for size in sizes)
-    in_halves = 3 if options.tensor_parallel > 1 else 0
-    return 4 + rounds * block * (1 + dimensions + in_halves)
+    of_tensor_parallelism = 4 if options.tensor_parallel > 1 else 0
+    return 4 + rounds * block * (1 + dimensions + of_tensor_parallelism)
 
 
 def words_of(options: Namespace, setting: BenchSetting, flags: list) -> list:

@@ -11,8 +11,9 @@ from tests.distributed.spawn import spawned
 from tests.unit.megatron_args import EXPERTS, parsed
 
 SLOW = "tests/distributed/slow_links.py"
-CHECKED = 2 + 2 * 2 * 2
-"""Iterations of a check of one dimension, with those before it: two, then 2 blocks of 2 by 2."""
+CHECKED = 2 + 2 * 3 * 2
+"""Iterations of a check of tensor parallelism, with those before it: two, then 2 rounds of 3 blocks
+of 2: the codec, without it, and the safer one."""
 SUMS = 2 * 1 + 1
 """All-reduces an iteration each way: two a layer, and the embedding's or the output layer's."""
 DECISION = "compression-auto.json"
@@ -58,7 +59,8 @@ def saved(tmp_path_factory) -> Path:
 def slow_flags(saved: Path) -> list[str]:
     """TP 2 over a slow link, two iterations past the check; a checkpoint lies behind the check."""
     save = ("--save", str(saved), "--save-interval", str(CHECKED))
-    return tiny_tensor_parallel(*save, train_iters=CHECKED + 2)
+    schedule = ("--tp-compression-overlap", "weights")
+    return tiny_tensor_parallel(*save, *schedule, train_iters=CHECKED + 2)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +119,7 @@ def test_decision_is_saved_with_the_checkpoint(
 
 @pytest.mark.parametrize("traffic", ["tp.forward", "tp.backward"])
 def test_the_check_leaves_the_dimension_out(slow_run: Run, traffic: str) -> None:
-    """Two of four blocks of two iterations go without codecs."""
+    """Two of six blocks of two iterations go without codecs."""
     uncompressed = 4 * SUMS
     compressed = (CHECKED - 4 + 2) * SUMS
     assert kinds(slow_run, traffic) == {"auto": uncompressed, "compressed": compressed}
@@ -195,9 +197,9 @@ class TestSwitchedOff:
 class TestHalves:
     """TP 2 whose link is hidden by halves of a micro-batch, where payloads travel."""
 
-    CHECKED = 2 + 2 * 5 * 2
-    """Two rounds of five blocks of two: the codec, without it, halves without it, with it, and with
-    the safer one."""
+    CHECKED = 2 + 2 * 6 * 2
+    """Two rounds of six blocks of two: the codec, without it, the safer one, and all three in
+    halves."""
 
     @pytest.fixture(scope="class")
     def saved(self, tmp_path_factory) -> Path:
@@ -232,12 +234,13 @@ class TestHalves:
         assert choice["loss"] == 0.006
 
     def test_the_log_names_each_way_and_what_the_comparison_cost(self, run: Run) -> None:
-        times = r"uncompressed [\d.]+ ms, uncompressed in halves [\d.]+ ms, int6:outliers=on, back "
-        times += r"int5:outliers=on in halves [\d.]+ ms, int8:outliers=on in halves [\d.]+ ms"
-        assert re.search(
-            f"tensor parallelism, an iteration: .*{times}: halves are taken", run.output
-        )
-        assert re.search(r"cost as much time as \d+ iterations: .* and 20 iterations", run.output)
+        chosen = "int6:outliers=on, back int5:outliers=on"
+        names = [chosen, "uncompressed", "int8:outliers=on"]
+        names += [f"{name} in halves" for name in ("uncompressed", chosen, "int8:outliers=on")]
+        times = ", ".join(rf"{name} [\d.]+ ms" for name in names)
+        line = f"tensor parallelism, an iteration: {times}: int8:outliers=on in halves"
+        assert re.search(line, run.output)
+        assert re.search(r"cost as much time as \d+ iterations: .* and 24 iterations", run.output)
 
     def test_a_resume_goes_on_in_halves(self, run: Run, resumed: Run) -> None:
         assert "halves of a micro-batch interleaved" in resumed.output
@@ -264,7 +267,7 @@ def test_halves_that_are_not_covered_are_not_tried(flags: str, line: str | None)
         assert "halves are not tried" not in run.output
     else:
         assert line in run.output
-    assert f"the first {2 * 2 * 2} iterations compare" in run.output
+    assert f"the first {2 * 3 * 2} iterations compare 3 ways to train" in run.output
 
 
 @pytest.fixture(scope="module")

@@ -192,11 +192,11 @@ CAPTURED_ONCE = (
 )
 
 
-# Without graphs there are two blocks with and two without the codec. With graphs of iterations
-# there is one of each, longer by two iterations to warm up and a capture.
+# Without graphs there are two blocks with the codec, two without, and two with the safer one. With
+# graphs of iterations there is one of each, longer by two iterations to warm up and a capture.
 @pytest.mark.parametrize(
     ("graphs", "iterations"),
-    [("none", 4 * check.BLOCK), ("full_iteration", 2 * (check.BLOCK + 3))],
+    [("none", 6 * check.BLOCK), ("full_iteration", 3 * (check.BLOCK + 3))],
 )
 def test_iterations_with_and_without_compression_are_compared(begin, graphs, iterations) -> None:
     run, log = begin(graphs)

@@ -186,8 +186,7 @@ class Automatic:
         elif not plan.checked:
             halves = self._can_try_halves(plan, chunks)
             overlaps = halves and TENSOR in compressed and self._payloads_overlap()
-            safer = self._safer_recipe(plan) if overlaps else ""
-            trials = trials_of(compressed, halves, overlaps, safer)
+            trials = trials_of(compressed, halves, overlaps, self._safer_recipe(plan))
         # Each block of iterations is captured anew, after its warm-up.
         capturing = 0
         if graphs.whole_iterations(self.args):
@@ -359,9 +358,9 @@ class Automatic:
         plan = self.plan.after_check(useless)
         if verdict.trial.recipe and TENSOR not in verdict.trial.off:
             recipe = _tensor_recipe(verdict.trial.recipe)
-            plan = plan.with_recipe(TENSOR, recipe, f"in halves as fast; loss: {recipe.source}")
-        if any(trial.halves for trial in verdict.timings):
-            self._tell(self._schedules(verdict))
+            plan = plan.with_recipe(TENSOR, recipe, f"as fast in this run; loss: {recipe.source}")
+        if any(trial.halves or trial.recipe for trial in verdict.timings):
+            self._tell(self._compared(verdict))
             plan = replace(plan, halves=verdict.trial.halves)
         seconds = _seconds_of(verdict)
         if seconds > 0:
@@ -375,22 +374,23 @@ class Automatic:
         self._settle(self._decided(plan))
         self._store(plan)
 
-    def _schedules(self, verdict: Verdict) -> str:
-        """Return a line on what iterations of the compared schedules took, and which one stays."""
-        assert self.plan is not None
-        tensor = self.plan.of(TENSOR)
+    def _compared(self, verdict: Verdict) -> str:
+        """Return a line on what an iteration takes by each way that tensor parallelism could go, and
+        which one is taken."""
         parts = []
         for trial, timing in verdict.timings.items():
-            if not trial.off <= {TENSOR}:
-                continue
-            name = "uncompressed"
-            if TENSOR not in trial.off and tensor is not None and tensor.chosen:
-                name = trial.recipe or tensor.name
-            if trial.halves:
-                name += " in halves"
-            parts.append(f"{name} {1e3 * timing.seconds:.4g} ms")
-        decision = "halves are taken" if verdict.trial.halves else "halves are not taken"
-        return f"tensor parallelism, an iteration: {', '.join(parts)}: {decision}"
+            if trial.off <= {TENSOR}:
+                parts.append(f"{self._name(trial)} {1e3 * timing.seconds:.4g} ms")
+        return f"tensor parallelism, an iteration: {', '.join(parts)}: {self._name(verdict.trial)}"
+
+    def _name(self, trial: Trial) -> str:
+        """Return how tensor parallelism goes in a trial, in words."""
+        assert self.plan is not None
+        tensor = self.plan.of(TENSOR)
+        name = "uncompressed"
+        if TENSOR not in trial.off and tensor is not None and tensor.chosen:
+            name = trial.recipe or tensor.name
+        return f"{name} in halves" if trial.halves else name
 
     def _settle(self, config: CompressionConfig) -> None:
         """Let the session know the settings that the run goes on with: checkpoints and reports have

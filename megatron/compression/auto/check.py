@@ -78,13 +78,17 @@ def trials_of(
         dimensions: those that are compressed.
         halves: whether halves of a micro-batch can be tried.
         overlaps: whether compressed sums leave room on the GPU for the other half's kernels.
-        safer: name of a recipe of tensor parallelism that costs less loss than the decided one, to
-            be tried in halves, which may hide its additional bytes; empty: there is none.
+        safer: name of a recipe of tensor parallelism that costs less loss than the decided one.
+            Where the link is hidden, or the host is what iterations wait for, its additional bytes
+            take no time. Empty: there is none.
     """
     trials = [Trial()] + [Trial(frozenset({dimension})) for dimension in dimensions]
+    compressed = TENSOR in dimensions
+    if compressed and safer:
+        trials.append(Trial(recipe=safer))
     if not halves:
         return trials
-    if TENSOR not in dimensions:
+    if not compressed:
         return [*trials, Trial(halves=True)]
     trials.append(Trial(frozenset({TENSOR}), halves=True))
     if overlaps:
