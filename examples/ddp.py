@@ -56,6 +56,7 @@ class Gradients:
         if self.compression is not None:
             totals = self.compression.run.ledger.totals()["dp.gradient"]
             return sum(sent for sent, _ in totals.values()) / steps / 1e6
+        # Torch's hooks count no bytes: an all-reduce of fp32, of bf16, or of thin matrices.
         sent = 4.0 * parameters
         if self.reduce == "bf16":
             sent /= 2
@@ -138,6 +139,7 @@ def train(reduce: str, options: argparse.Namespace, device: torch.device) -> Non
     """
     prints_steps = dist.get_rank() == 0 and len(options.reduce) == 1
     torch.manual_seed(options.seed)
+    # The same weights for each setting.
     with device:
         model = Transformer(options.layers, options.hidden, options.vocabulary, options.sequence)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -163,6 +165,7 @@ def train(reduce: str, options: argparse.Namespace, device: torch.device) -> Non
             print(line, flush=True)
     if len(options.reduce) == 1:
         return
+    # The ranks have different tokens, so the loss is the mean over them.
     mean = torch.tensor(statistics.fmean(losses[-5:]), device=device)
     dist.all_reduce(mean)
     timed = milliseconds[UNTIMED:]

@@ -76,7 +76,8 @@ export TRITON_CACHE_DIR="$PWD/$environment/triton"
 
 if [ $# -eq 0 ]; then
     set -- -m "not thorough" tests/unit tests/kernels tests/distributed/test_collectives.py \
-        tests/distributed/test_fsdp2.py tests/distributed/test_fsdp2_groups.py tests/distributed/test_training.py
+        tests/distributed/test_fsdp2.py tests/distributed/test_fsdp2_groups.py tests/distributed/test_ddp.py \
+        tests/distributed/test_training.py
 fi
 report=$environment/tests.xml
 status=0

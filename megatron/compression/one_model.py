@@ -47,6 +47,7 @@ def open_run(
     ledger = Ledger()
     transports = Transports(communicators=from_environment(COMMUNICATORS) or 0)
     policy = Policy(config.rules(start_iteration), ledger)
+    # A codec of the user's own is tried once here, so that a mistake is one line at the start.
     has_codecs = False
     for traffic in ("dp.weight", "dp.gradient"):
         codecs = policy.rule(traffic).codecs
@@ -85,6 +86,7 @@ def log_if_on_one_host(topology: Topology, wrapper: str, log: Log) -> None:
         log: prints a line.
     """
     group = topology.group
+    # Over gloo ranks are CPUs, in a trial or a test.
     on_nccl = dist.get_backend(group) == "nccl"
     if on_nccl and topology.nodes == 1 and not over_tcp(group):
         log(
@@ -150,7 +152,7 @@ def check_saved_memory(state: dict[str, torch.Tensor], expected: dict[str, torch
 
 
 def _difference(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
-    # A name that only a job of more ranks has.
+    # A name that only a job of more ranks has: names begin with the rank.
     more_ranks = f"rank{dist.get_world_size()}."
     if any(name.startswith(more_ranks) for name in state):
         return "is of more ranks"

@@ -161,6 +161,13 @@ def test_fsdp2(tmp_path):
     assert "step 4: loss" in output
 
 
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+def test_ddp(tmp_path):
+    _, output = run_page("ddp.md", tmp_path)
+    assert "sdp4bit: " in output and "MB sent a step, loss " in output
+
+
 # Launch lines for the reader's machines.
 
 KINDS = (

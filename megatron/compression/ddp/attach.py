@@ -148,6 +148,7 @@ class DdpCompression:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """By GPU: where its buckets are reduced."""
         self._passes = 0
+        """Like ``iteration``, but a resumed run begins with 0 as well."""
         # The model holds the hook, and so this; it must not be kept alive in turn.
         self._model = weakref.ref(model)
         # What torch.distributed is given in the first iteration is compared with the ledger.
@@ -179,13 +180,16 @@ class DdpCompression:
             CompressionConfigError: the model is in a ``join`` that is not covered.
         """
         gradients = bucket.buffer()
+        # Hooks come in the order of the buckets, so the first bucket begins a pass.
         if bucket.index() == 0:
             self._begin_pass(gradients.device)
+        # DDP reads the averages from the future, and copies nothing where they are its own buffer.
         future: Future[torch.Tensor] = Future()
         if gradients.is_cuda:
             # With devices it holds the event of the stream on which it is completed.
             future = Future(devices=[gradients.device])
         with torch.no_grad(), self._on_own_stream(gradients.device):
+            # The future is completed by whichever later hook moves this work to its end.
             work = self.gradients.start(gradients, bucket.parameters(), self._loss_scale)
             self._in_flight.add(work.then(lambda _: future.set_result(gradients)))
             if bucket.is_last():
@@ -216,18 +220,20 @@ class DdpCompression:
             check_join(model)
         # Of a pass that raised in the middle.
         self._in_flight = InFlight()
+        # In the second pass, since all ranks are here together: the check is a collective.
         if self._passes == 1:
             for line in self.audit.finish(self.topology.group):
                 self._log(f"compression: {line}")
-        line = left_out_everything(self.run, self.iteration)
-        if line is not None:
-            self._log(f"compression: DDP: {line}")
+        warning = left_out_everything(self.run, self.iteration)
+        if warning is not None:
+            self._log(f"compression: DDP: {warning}")
         if self._scaler is not None and self.gradients.has_memory:
             # By its public method, which does not wait for the device.
             self._loss_scale = self._scaler.scale(torch.ones((), device=device))
 
     def _end_pass(self) -> None:
         """After a pass's last bucket."""
+        # What others send until the next pass (an evaluation, a reference model) is not looked at.
         self.audit.stop()
         self._passes += 1
         self.iteration += 1
@@ -240,6 +246,7 @@ class DdpCompression:
         """
         # Without rules the policy decides for no codec.
         self.run.policy.rules = {}
+        # Memory of the size of the model.
         self.gradients.restore({})
         self.audit.abandon()
         _unscaled.discard(self)
@@ -249,9 +256,8 @@ class DdpCompression:
         """One line: what this rank has sent, would have sent uncompressed, and keeps on the
         device."""
         line = sent_so_far(self.run.ledger, (TRAFFIC,))
-        memory = sum(values.nbytes for values in self.state_dict().values())
         line += f"; device memory: {self.gradients.buffer_bytes() / 1e6:.3f} MB of buffers"
-        return f"{line}, {memory / 1e6:.3f} MB of kept gradients"
+        return f"{line}, {self.gradients.memory_bytes() / 1e6:.3f} MB of kept gradients"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what a compressor of gradients remembers, for torch.distributed.checkpoint.
@@ -295,9 +301,11 @@ def _check_scaled_step(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> 
     Raises:
         CompressionConfigError: the optimizer holds parameters of such a model.
     """
+    # A scaler that is switched off multiplies by 1.
     if not scaler.is_enabled():
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    # Other models of the process, with codecs or with a scaler of theirs, may be scaled.
     for compression in _unscaled:
         parameters = compression.gradients.parameters.values()
         if any(id(parameter) in stepped for parameter in parameters):

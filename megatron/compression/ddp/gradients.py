@@ -92,6 +92,7 @@ class DdpGradients:
                 nothing that a memory has to know of.
         """
         ranks = self.topology.world_size
+        # All ranks have the same buckets, so they leave out the same.
         if ranks == 1 or not gradients.numel():
             return Work.completed()
         codec, reason = self.run.policy.decide(TRAFFIC, gradients.nbytes)
@@ -106,6 +107,7 @@ class DdpGradients:
             gradients.div_(ranks)
             return Work(dist.all_reduce(gradients, group=self.topology.group, async_op=True))
         sums = self._sums_of(gradients, parameters)
+        # Codecs do not ask for the scale: their error is relative to the gradients.
         if not self.has_memory:
             return sums.sync.start(gradients)
         # A memory is kept without the loss scale, which may change before it is used.
@@ -119,11 +121,13 @@ class DdpGradients:
 
     def _sums_of(self, gradients: torch.Tensor, parameters: Sequence[torch.Tensor]) -> BucketSums:
         """Return what sums a bucket, made at its first use and after buckets have changed."""
+        # By identity: torch gives the same object of a parameter each time, while the model lives.
         key = tuple(map(id, parameters))
         sums = self._sums.get(key[0])
         if sums is not None and sums.parameters == key:
             return sums
         spans = []
+        # DDP leaves no gaps between the parameters of a bucket.
         position = 0
         for identity, parameter in zip(key, parameters, strict=True):
             end = position + parameter.numel()
@@ -136,6 +140,7 @@ class DdpGradients:
             of_their_kind, tuple(spans), scale, False, self.topology, self.run.ledger
         )
         sums = BucketSums(key, bucket, self._build(bucket))
+        # Before the new sums take the places of the earlier ones.
         if self.has_memory:
             self._carry(key)
         for identity in key:
@@ -151,6 +156,7 @@ class DdpGradients:
         compressor = self.compressor
         assert compressor is not None, "a bucket without a compressor goes uncompressed"
         sync = compressor.build(bucket)
+        # Without these two the memory would be lost where DDP makes its buckets anew.
         if sync.state() and (not compressor.has_memory or sync.left_over() is None):
             raise CompressionConfigError(
                 f"reduce {compressor.name} keeps a memory of buckets, which DDP makes anew; set "
@@ -199,11 +205,19 @@ class DdpGradients:
     def restore(self, left_over: Mapping[str, torch.Tensor]) -> None:
         """Have each parameter's values added to the gradients of the next iteration, in place of
         what is remembered now."""
+        # Buckets are built again at their next use, with empty memories.
         self._sums.clear()
         self._carried = {
             name: values.to(self.parameters[name].device, torch.float32, copy=True)
             for name, values in left_over.items()
         }
+
+    def memory_bytes(self) -> int:
+        """Bytes of what this rank remembers."""
+        total = sum(values.nbytes for values in self._carried.values())
+        for sums in dict.fromkeys(self._sums.values()):
+            total += sum(values.nbytes for values in sums.sync.state().values())
+        return total
 
     def buffer_bytes(self) -> int:
         """Bytes of the payloads of all buckets, sent and received; 0 where they are not a codec's.

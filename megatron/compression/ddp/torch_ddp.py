@@ -34,6 +34,7 @@ def check_supported(model: DistributedDataParallel, has_memory: bool, hook_name:
 
 def _refused_hook(model: DistributedDataParallel, hook_name: str) -> str | None:
     """Return why DDP has no place for a hook."""
+    # DDP's own mixed precision is a hook as well.
     for hook, _ in getattr(model, "_comm_hooks", ()):
         name = getattr(hook, "__qualname__", str(hook))
         if name == hook_name:
@@ -61,6 +62,7 @@ def _refused_setting(model: DistributedDataParallel) -> str | None:
         return "delay_all_reduce_named_params sends gradients past the hook; drop it"
     if getattr(model, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params=True leaves out buckets that others wait for; drop it"
+    # A mesh by itself is another way to give the process group.
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None and mesh._get_root_mesh() != mesh:
         # Parameters that tensor-parallel ranks hold alike would be rounded beside other neighbours
@@ -103,6 +105,7 @@ def check_join(model: DistributedDataParallel) -> None:
 
 def trained_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters that DDP reduces gradients of, by their names in ``model.module``."""
+    # Frozen parameters, and those that the user has told DDP to leave alone, are in no bucket.
     ignored = getattr(model, "parameters_to_ignore", ())
     return {
         name: parameter

@@ -5,5 +5,5 @@ megatron_lm/   Megatron-LM's loop: the flags, ``enable``, entrypoints, what is c
 own_loop.py    a loop over megatron-core without megatron.training
 bridge.py      Megatron-Bridge
 
-Of FSDP2, which has no megatron-core, fsdp2/ is the door.
+Of FSDP2 and of torch's DDP, which have no megatron-core, fsdp2/ and ddp/ are the doors.
 """

@@ -265,9 +265,9 @@ class Fsdp2Compression:
             shards = next(iter(self.topologies))  # other pipeline stages are not here yet
             for line in self.audit.finish(shards):
                 self._log(f"compression: {line}")
-        line = left_out_everything(self.run, self.iteration)
-        if line is not None:
-            self._log(f"compression: FSDP2: {line}")
+        warning = left_out_everything(self.run, self.iteration)
+        if warning is not None:
+            self._log(f"compression: FSDP2: {warning}")
 
     def _before_gather(self, gather: WeightGather) -> None:
         """Before a forward pass gathers weights: know whether lossless payloads fit."""
