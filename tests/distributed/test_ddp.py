@@ -477,6 +477,7 @@ def refusals_worker(rank: int, ranks: int) -> None:
     for change, options, reduce, message in (
         (sparse, {}, "int8", r"^attach\(\): table has sparse gradients; drop sparse=True$"),
         (nn.Module.half, {}, "tagc", "has fp16 gradients, too coarse"),
+        (nn.Module.half, {}, "lossless", "has fp16 gradients, and lossless shortens bf16 and fp32"),
         (None, {"skip_all_reduce_unused_params": True}, "int8", "skip_all_reduce_unused_params"),
     ):
         with pytest.raises(CompressionConfigError, match=message):

@@ -165,7 +165,10 @@ def test_fsdp2(tmp_path):
 @pytest.mark.timeout(1500)
 def test_ddp(tmp_path):
     _, output = run_page("ddp.md", tmp_path)
-    assert "sdp4bit: " in output and "MB sent a step, loss " in output
+    rows = re.findall(r"^(\w+): \d+ ms a step .*, ([\d.]+) MB sent a step, loss", output, re.M)
+    sent = {reduce: float(megabytes) for reduce, megabytes in rows}
+    assert len(rows) == 6 and sent["none"] == 2 * sent["bf16"]
+    assert 3.9 < sent["none"] / sent["int8"] < 4 and sent["powersgd"] < sent["sdp4bit"]
 
 
 # Launch lines for the reader's machines.

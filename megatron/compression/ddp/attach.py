@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -86,9 +86,8 @@ def attach(
         config = DataParallelConfig(compression=reduce or "none", weights="none")
         config.check_ddp()
     compressor = config.compressor
-    has_memory = compressor is not None and compressor.has_memory
     # Everything is refused before anything is changed.
-    check_supported(model, has_memory, DdpCompression.reduce_bucket.__qualname__)
+    check_supported(model, compressor, DdpCompression.reduce_bucket.__qualname__)
     run = open_run(config, start_iteration, NAMES, "DDP", log)
     topology = topology_of(run, model.process_group, "DDP", log)
     compression = DdpCompression(model, run, topology, scaler, log)
@@ -145,8 +144,8 @@ class DdpCompression:
         self._loss_scale: torch.Tensor | None = None
         """Of this pass; None: there is no scaler, or no memory that has to know of it."""
         self._in_flight = InFlight()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        """By GPU: where its buckets are reduced."""
+        self._stream: torch.cuda.Stream | None = None
+        """On a GPU: where buckets are reduced; made at its first use."""
         self._passes = 0
         """Like ``iteration``, but a resumed run begins with 0 as well."""
         # The model holds the hook, and so this; it must not be kept alive in turn.
@@ -200,17 +199,16 @@ class DdpCompression:
         return future
 
     @contextlib.contextmanager
-    def _on_own_stream(self, device: torch.device):
+    def _on_own_stream(self, device: torch.device) -> Iterator[None]:
         """Put the body's kernels and exchanges on this model's stream, after what is there now."""
         if device.type != "cuda":
             yield
             return
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
         # The bucket's gradients are on the current stream of the backward pass.
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
             yield
 
     def _begin_pass(self, device: torch.device) -> None:

@@ -8,26 +8,29 @@ public. Each is read with a default, so that another torch, which may lack one, 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron.compression.data_parallel.compressor import GradientCompressor
 from megatron.compression.errors import CompressionConfigError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Types of gradients that codecs encode; others go uncompressed."""
 
 
-def check_supported(model: DistributedDataParallel, has_memory: bool, hook_name: str) -> None:
+def check_supported(
+    model: DistributedDataParallel, compressor: GradientCompressor | None, hook_name: str
+) -> None:
     """Refuse a model whose gradients would get past the hook, or be wrong behind it.
 
     Args:
         model: what DDP has wrapped.
-        has_memory: the compressor adds to an iteration what the one before left out.
+        compressor: of its gradients; None: uncompressed.
         hook_name: the qualified name of the hook that is going to be registered.
 
     Raises:
         CompressionConfigError: with the setting, the reason and the fix.
     """
     refusal = _refused_hook(model, hook_name) or _refused_setting(model)
-    if refusal is None and has_memory:
-        refusal = _refused_with_memory(model)
+    if refusal is None and compressor is not None:
+        refusal = _refused_gradients(model, compressor)
     if refusal is not None:
         raise CompressionConfigError(f"attach(): {refusal}")
 
@@ -62,6 +65,8 @@ def _refused_setting(model: DistributedDataParallel) -> str | None:
         return "delay_all_reduce_named_params sends gradients past the hook; drop it"
     if getattr(model, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params=True leaves out buckets that others wait for; drop it"
+    if getattr(model, "is_multi_device_module", False):
+        return "the model is on several devices, and its hook works on one; use one a process"
     # A mesh by itself is another way to give the process group.
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None and mesh._get_root_mesh() != mesh:
@@ -74,14 +79,24 @@ def _refused_setting(model: DistributedDataParallel) -> str | None:
     return None
 
 
-def _refused_with_memory(model: DistributedDataParallel) -> str | None:
-    """Return what changes the unit of gradients between iterations."""
-    for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float16:
+def _refused_gradients(
+    model: DistributedDataParallel, compressor: GradientCompressor
+) -> str | None:
+    """Return which gradients a compressor cannot work with."""
+    if not (compressor.has_memory or compressor.lossless):
+        return None
+    for name, parameter in trained_parameters(model).items():
+        if parameter.dtype != torch.float16:
+            continue
+        if compressor.lossless:
             return (
-                f"{name} has fp16 gradients, too coarse to take the loss scale out of them; use "
-                "bf16, or no compressor with a memory"
+                f"{name} has fp16 gradients, and lossless shortens bf16 and fp32; use bf16, or "
+                "reduce='int8'"
             )
+        return (
+            f"{name} has fp16 gradients, too coarse to take the loss scale out of them; use bf16, "
+            "or no compressor with a memory"
+        )
     return None
 
 
