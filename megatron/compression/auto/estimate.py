@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 
 from megatron.compression import graphs
+from megatron.compression.auto import data_centres
 from megatron.compression.auto.measurement import dimension_config
 from megatron.compression.auto.messages import MessageKind, workload
 from megatron.compression.auto.plan import BUDGET, LEAST_GAIN, choose
@@ -703,6 +704,13 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"validation loss that may be spent, in percent (default: {BUDGET})",
     )
     parser.add_argument(
+        "--outer",
+        type=data_centres.outer_link,
+        metavar="GBIT/S[:MS]",
+        help="also predict local steps between 2 to 64 data centres of --gpus each: Gbit/s that a "
+        "data centre sends, and milliseconds one way, such as 1:30",
+    )
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help=f"draw the speed-up for up to {MOST_GPUS} GPUs"
     )
     return parser
@@ -745,6 +753,16 @@ def report(options: Namespace, words: Sequence[str]) -> None:
             "--cuda-graph-impl full_iteration it launches an iteration at once: add that and "
             "estimate again."
         )
+    if options.outer is not None:
+        settings = config.local_steps
+        # Every rank of the model's sends its own part.
+        values = parameters(args) * args.tensor_model_parallel_size
+        values *= args.pipeline_model_parallel_size
+        # The last row is of the flags as given, where these compress something.
+        seconds = rows[-1].seconds if config.enabled else estimate.uncompressed_seconds
+        print(data_centres.explanation(settings, options.outer))
+        cells = data_centres.rows(settings, values, seconds, options.outer)
+        print("\n".join(table(*cells, aligned=True)))
     if options.plot:
         draw(options, args, cluster)
 
