@@ -38,9 +38,9 @@ def forward(first: int, second: int, delay: float) -> None:
     """
     # All packets take the same time, so they leave in the order in which they came.
     under_way: deque[tuple[float, int, bytes]] = deque()
-    other = {first: second, second: first}
+    target_of = {first: second, second: first}
     poll = select.poll()
-    for descriptor in other:
+    for descriptor in target_of:
         poll.register(descriptor, select.POLLIN)
     while True:
         wait = None
@@ -50,7 +50,7 @@ def forward(first: int, second: int, delay: float) -> None:
             try:
                 while True:
                     packet = os.read(descriptor, LARGEST_PACKET)
-                    under_way.append((time.monotonic() + delay, other[descriptor], packet))
+                    under_way.append((time.monotonic() + delay, target_of[descriptor], packet))
             except BlockingIOError:
                 pass  # no more packets for now
         now = time.monotonic()

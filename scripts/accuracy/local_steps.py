@@ -224,8 +224,8 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
     for name in dict.fromkeys(record["setting"] for record in records):
         if name == BASE:
             continue
-        rounds, codec, *others = name.split(":")
-        exact = ":".join([rounds, "none", *others])
+        rounds, codec, *optimizer = name.split(":")
+        exact = ":".join([rounds, "none", *optimizer])
         above = []
         above_exact = []
         for seed in seeds:
@@ -238,7 +238,7 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
             continue
         shown_codec = "fp32" if codec == "none" else codec
         against_exact = estimate(above_exact)[0] if above_exact else ""
-        label = " ".join([rounds.replace("x", " x "), *others])
+        label = " ".join([rounds.replace("x", " x "), *optimizer])
         by_seed = ", ".join(f"{value:+.3f}" for value in above)
         rows.append([label, shown_codec, estimate(above)[0], by_seed, against_exact])
     return "\n".join(table(*rows))

@@ -275,7 +275,10 @@ def parsed(rank: int, world_size: int, lines: list[list[str]]) -> list[dict[str,
             ],
         ),
         ("cluster.md", [{"data_parallel": "sdp4bit"}] * 4),
-        ("two_data_centres.md", [{}, {}]),  # one job in each; what crosses is no kind of parallelism
+        (
+            "two_data_centres.md",
+            [{}, {}],
+        ),  # one job in each; what crosses is no kind of parallelism
         (
             "quickstart.md",
             [

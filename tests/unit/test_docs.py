@@ -226,7 +226,10 @@ PRINTED = {
     ),
     "choosing.md": ("through host memory between", "MiB uncompressed", "has no peer access to"),
     "cluster.md": ("data-parallel group is",),
-    "two_data_centres.md": ("closed the connection", "whose newest exchange was after its iteration"),
+    "two_data_centres.md": (
+        "closed the connection",
+        "whose newest exchange was after its iteration",
+    ),
     "data_parallel.md": ("no fused kernels for these messages",),
 }
 """By page: what it quotes of a run's log and errors."""

@@ -80,13 +80,13 @@ def predict(
         link: of each of them.
     """
     codec = settings.codec or IdentityCodec()
-    others = data_centres - 1
-    bits = others * values * codec.bits_per_value()
+    receivers = data_centres - 1
+    bits = receivers * values * codec.bits_per_value()
     fragments = settings.fragments
-    latency = others * link.latency
+    latency = receivers * link.latency
     seconds_of_fragment = bits / fragments / link.bandwidth + latency
     seconds = fragments * seconds_of_fragment
-    # A fragment has its delay, and all of them together have the round.
+    # Fragments are sent one after the other. A fragment has its delay, and all of them together have the round.
     hidden = settings.delay * iteration
     waits = max(
         fragments * max(0.0, seconds_of_fragment - hidden),

@@ -204,6 +204,20 @@ class LocalStepsConfig:
         if not self.enabled:
             return
         refuse_arguments(args, _REFUSED, f"drop it or {_FLAG}")
+        self._check_optimizer(args)
+        self._check_model_and_data(args)
+        limit = getattr(args, "distributed_timeout_minutes", math.inf)
+        if self.timeout_minutes >= limit:
+            raise SettingError(
+                f"{SECTION}.timeout_minutes",
+                f"{self.timeout_minutes:g}",
+                f"is not below {argument('distributed_timeout_minutes')} {limit:g}: ranks that "
+                "wait for a slower one of their own data centre would be ended first",
+                "lower it, or raise the other",
+            )
+
+    def _check_optimizer(self, args: Namespace) -> None:
+        """Refuse optimizers whose shards would be sent several times."""
         if not args.use_distributed_optimizer:
             raise SettingError(
                 f"{SECTION}.data_centres",
@@ -219,6 +233,10 @@ class LocalStepsConfig:
                 "would send each difference once an instance",
                 f"drop it: with {_FLAG} each data centre is a job of its own",
             )
+
+    def _check_model_and_data(self, args: Namespace) -> None:
+        """Refuse samples that data centres cannot share, and state that has no place in a
+        checkpoint."""
         tied = not getattr(args, "untie_embeddings_and_output_weights", True)
         if tied and getattr(args, "mtp_num_layers", None) and args.pipeline_model_parallel_size > 1:
             raise SettingError(
@@ -241,15 +259,6 @@ class LocalStepsConfig:
                 args.ckpt_format,
                 "has no place for the anchor",
                 f"use {argument('ckpt_format')} torch_dist, or drop {argument('save')}",
-            )
-        limit = getattr(args, "distributed_timeout_minutes", math.inf)
-        if self.timeout_minutes >= limit:
-            raise SettingError(
-                f"{SECTION}.timeout_minutes",
-                f"{self.timeout_minutes:g}",
-                f"is not below {argument('distributed_timeout_minutes')} {limit:g}: ranks that "
-                "wait for a slower one of their own data centre would be ended first",
-                "lower it, or raise the other",
             )
 
     def lines(self, args: Namespace) -> list[str]:

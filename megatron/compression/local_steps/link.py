@@ -126,6 +126,7 @@ class DataCentreLink:
             InputError: another data centre has another value, named.
             DataCentreLostError: one does not come in time.
         """
+        # One rank speaks for its data centre; every rank reads what the others say.
         if self.rank == 0:
             self._store.set(f"settings/{self.index}", json.dumps(settings))
         for number in self.others():
@@ -138,6 +139,8 @@ class DataCentreLink:
                         "all data centres the same"
                     )
         limit = datetime.timedelta(seconds=self.seconds + _GRACE_SECONDS)
+        # Not a group of torch.distributed's: that knows the ranks of this job alone. The constructor
+        # connects to the same rank of every other data centre.
         prefix = dist.PrefixStore(f"rank{self.rank}", self._store)
         wait_at_exit()
         try:
@@ -156,10 +159,11 @@ class DataCentreLink:
         begin = time.monotonic()
         while True:
             elapsed = time.monotonic() - begin
-            left = self.seconds - elapsed
-            if left <= 0:
+            remaining = self.seconds - elapsed
+            if remaining <= 0:
                 raise DataCentreLostError(self._lost_line(number, elapsed))
-            wait = datetime.timedelta(seconds=min(left, SECONDS_BETWEEN_LINES))
+            # In short waits, so that a line can say in between who is missing.
+            wait = datetime.timedelta(seconds=min(remaining, SECONDS_BETWEEN_LINES))
             try:
                 self._store.wait([key], wait)
                 return
@@ -251,6 +255,7 @@ class DataCentreLink:
                 f"iteration {exchange.iteration}. Its own log says why. Restart all data centres "
                 "from their last common checkpoint"
             ) from exchange.error
+        # From pinned memory, so the host does not wait for the copy.
         return exchange.payloads.to(exchange.payload.device, non_blocking=True)
 
     def _late(self, iteration: int) -> int:

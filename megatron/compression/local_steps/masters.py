@@ -48,7 +48,7 @@ class MasterPart:
 
     @property
     def is_tied_embedding(self) -> bool:
-        """Whether other pipeline stages hold a copy of this parameter: the word embeddings where
+        """True where other pipeline stages hold a copy of this parameter: the word embeddings, if
         the output layer or multi-token prediction shares them."""
         return getattr(self.parameter, "shared_embedding", False)
 
@@ -81,13 +81,13 @@ class MasterShard:
 
     @property
     def device(self) -> torch.device:
-        """Where the masters are."""
+        """The device of the masters."""
         return self.parts[0].master.device if self.parts else torch.device("cpu")
 
     @property
     def sent(self) -> int:
-        """How many values this rank sends to other data centres: all, but for a copy of the tied
-        embedding that is not the first."""
+        """The number of values that this rank sends to other data centres: all, but for a copy of the
+        tied embedding that is not the first."""
         is_follower = self.tail and _embedding_group().rank() > 0
         return self.numel - self.tail if is_follower else self.numel
 
@@ -146,8 +146,8 @@ class MasterShard:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return a copy of the masters at positions ``begin`` to ``end``, fp32."""
         vector = torch.empty(end - begin, dtype=torch.float32, device=self.device)
-        for view, place in self._between(begin, end):
-            vector[place].copy_(view)
+        for view, span in self._between(begin, end):
+            vector[span].copy_(view)
         return vector
 
     def mix(self, anchor: torch.Tensor, begin: int, end: int, local_share: float) -> None:
@@ -160,17 +160,18 @@ class MasterShard:
             end: the one after the last.
             local_share: of the masters' own values; 0 takes over the anchor, bit for bit.
         """
-        for view, place in self._between(begin, end):
+        for view, span in self._between(begin, end):
             if local_share:
-                view.mul_(local_share).add_(anchor[place], alpha=1 - local_share)
+                view.mul_(local_share).add_(anchor[span], alpha=1 - local_share)
             else:
-                view.copy_(anchor[place])
+                view.copy_(anchor[span])
 
     def publish(self) -> None:
         """Put the masters into the weights of all data-parallel ranks. Collective inside this data
         centre."""
         for optimizer in self.optimizers:
-            # By way of the hook of compressed weights, where they are compressed.
+            # Also where the last step was skipped, and Megatron has copied nothing itself. By way
+            # of the hook of compressed weights, where they are compressed.
             optimizer._copy_main_params_to_model_params()
         self.gather()
 
@@ -188,6 +189,7 @@ class MasterShard:
     def set_weights(self, stored: torch.Tensor) -> None:
         """Put weights back that ``weights`` returned, on all data-parallel ranks. Collective."""
         position = 0
+        # Bytes, since parts may be of several types: a router is fp32 beside bf16 matrices.
         for part in self.parts:
             as_bytes = part.weight.view(torch.uint8)
             as_bytes.copy_(stored[position : position + len(as_bytes)])

@@ -183,14 +183,15 @@ class LocalSteps:
 
     def _compare_weights(self, iteration: int) -> None:
         """Refuse data centres whose anchors or layouts differ."""
-        mine = torch.frombuffer(
+        # Eight bytes of the layout, sixteen of the values.
+        local = torch.frombuffer(
             bytearray.fromhex(self.shard.layout()) + digest(self.outer.anchor), dtype=torch.uint8
         )
-        theirs = self.link.wait(self.link.start(mine, iteration))
+        received = self.link.wait(self.link.start(local, iteration))
         for number in self.link.others():
-            if torch.equal(theirs[number], mine):
+            if torch.equal(received[number], local):
                 continue
-            if not torch.equal(theirs[number, :8], mine[:8]):
+            if not torch.equal(received[number, :8], local[:8]):
                 raise InputError(
                     f"data centre {number} has another model, or other buckets: give all data "
                     "centres the same flags"
@@ -211,6 +212,7 @@ class LocalSteps:
         if self.outer is None:
             return
         schedule = self.config.schedule
+        # Sent before anything is applied: without a delay a fragment does both in this iteration.
         for fragment in schedule.starting(iteration):
             self._send(fragment, iteration)
         ending = schedule.ending(iteration)
@@ -240,10 +242,10 @@ class LocalSteps:
         else:
             payload = torch.empty(0, dtype=torch.uint8)
         self.flights.append(Flight(fragment, iteration, self.link.start(payload, iteration)))
-        others = self.config.data_centres - 1
-        sent = others * payload.numel()
+        receivers = self.config.data_centres - 1
+        sent = receivers * payload.numel()
         self.ledger.record(TRAFFIC, "compressed", "all_gather", sent, link="inter")
-        uncompressed = others * 4 * (end - begin)
+        uncompressed = receivers * 4 * (end - begin)
         operation = "instead_of_all_gather"
         self.ledger.record(TRAFFIC, "compressed", operation, 0, uncompressed, link="inter")
 
@@ -256,9 +258,11 @@ class LocalSteps:
     def _apply(self, flight: Flight, iteration: int) -> None:
         """Move the anchor by what all data centres have sent, and the masters towards it."""
         payloads = self._arrived(flight).to(self.shard.device)
+        # A copy of the tied embedding that is not the first was not sent: it is broadcast below.
         begin, end = self._span_sent(flight.fragment)
         if end > begin:
             self.outer.step(payloads, begin, end)
+        # The fragment in whole from here on.
         begin, end = self.bounds[flight.fragment]
         self.shard.align(self.outer.anchor, begin, end, self.ledger)
         self.shard.mix(self.outer.anchor[begin:end], begin, end, self.config.local_share)
@@ -402,7 +406,7 @@ def digest(vector: torch.Tensor) -> bytes:
     # Integers, whose sums wrap around and do not depend on the order of adding.
     for piece in vector.view(torch.int32).split(2**24):
         values = piece.to(torch.int64)
-        places = torch.arange(1, len(values) + 1, device=vector.device)
+        weights = torch.arange(1, len(values) + 1, device=vector.device)
         sums[0] = sums[0] * 31 + values.sum()
-        sums[1] += (values * places).sum()
+        sums[1] += (values * weights).sum()
     return sums.cpu().numpy().tobytes()

@@ -57,6 +57,7 @@ def fragment_bounds(values: int, fragments: int, tail: int = 0) -> list[tuple[in
     last_begin = min(values - values // fragments, values - tail)
     if fragments == 1:
         return [(0, values)]
-    others = fragments - 1
-    cuts = [number * last_begin // others for number in range(fragments)]
+    # The fragments before the last one share what is before it.
+    before = fragments - 1
+    cuts = [number * last_begin // before for number in range(fragments)]
     return [*itertools.pairwise(cuts), (last_begin, values)]
