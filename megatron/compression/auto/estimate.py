@@ -453,7 +453,10 @@ class Estimate:
 
     @property
     def covers_halves(self) -> bool:
-        """True where the run could interleave halves of its micro-batches."""
+        """True where the run could interleave halves of its micro-batches, and the usual schedule
+        was not typed."""
+        if self.config.tensor_parallel.overlap == "weights":
+            return False
         sends = any(message.dimension == "tensor_parallel" for message in self.work.messages)
         return sends and halves_refusal(self.args) is None
 
@@ -747,10 +750,12 @@ def report(options: Namespace, words: Sequence[str]) -> None:
         f"{computation:,.1f} ms of the GPU's time are computation. An iteration takes the longer "
         "one of the GPU's time and the host's, which is that of a slow host."
     )
-    if rows[0].host_seconds > rows[0].gpu_seconds:
+    launched_slowly = [row for row in rows if row.host_seconds > row.gpu_seconds]
+    if launched_slowly:
         print(
-            "The host decides here: it launches kernels more slowly than the GPU runs them. With "
-            "--cuda-graph-impl full_iteration it launches an iteration at once: add that and "
+            f"The host decides in {len(launched_slowly)} of {len(rows)} rows: it launches kernels "
+            "more slowly than the GPU runs them. With --cuda-graph-impl full_iteration "
+            "--no-check-for-nan-in-loss-and-grad it launches an iteration at once: add these and "
             "estimate again."
         )
     if options.outer is not None:
