@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.compression.communication.work import Work
@@ -204,6 +205,25 @@ def bytes_worker(rank: int, ranks: int) -> None:
 def test_every_byte_is_in_the_ledger() -> None:
     """What torch.distributed was given, in an uncompressed iteration and in two compressed ones."""
     spawn(bytes_worker, 3)
+
+
+def own_messages_worker(rank: int, ranks: int) -> None:
+    model = build()
+    lines: list[str] = []
+    attach(model, "int8", log=lines.append)
+    # A layer that sends something of its own in its forward pass.
+    statistics = torch.zeros(5000, device=DEVICE)
+    model.module.head.register_forward_pre_hook(lambda *_: dist.all_reduce(statistics))
+    train(model, 1)
+    assert len(lines) == 2
+    train(model, 2)
+    assert len(lines) == 3 and lines[-1].startswith("compression: data parallelism sent 20,000")
+    assert UNKNOWN in lines[-1]
+
+
+def test_what_the_ledger_does_not_know_is_named() -> None:
+    """After the first iteration, once."""
+    spawn(own_messages_worker, 2)
 
 
 def uncompressed_worker(rank: int, ranks: int) -> None:
@@ -474,10 +494,12 @@ def refusals_worker(rank: int, ranks: int) -> None:
     def sparse(model: nn.Module) -> None:
         model.table = nn.Embedding(8, WIDTH, sparse=True)
 
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))["data"]
     for change, options, reduce, message in (
         (sparse, {}, "int8", r"^attach\(\): table has sparse gradients; drop sparse=True$"),
         (nn.Module.half, {}, "tagc", "has fp16 gradients, too coarse"),
         (nn.Module.half, {}, "lossless", "has fp16 gradients, and lossless shortens bf16 and fp32"),
+        (None, {"device_mesh": mesh}, "int8", "device_mesh is part of a larger mesh"),
         (None, {"skip_all_reduce_unused_params": True}, "int8", "skip_all_reduce_unused_params"),
     ):
         with pytest.raises(CompressionConfigError, match=message):

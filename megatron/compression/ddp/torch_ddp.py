@@ -67,9 +67,7 @@ def _refused_setting(model: DistributedDataParallel) -> str | None:
         return "skip_all_reduce_unused_params=True leaves out buckets that others wait for; drop it"
     if getattr(model, "is_multi_device_module", False):
         return "the model is on several devices, and its hook works on one; use one a process"
-    # A mesh by itself is another way to give the process group.
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is not None and mesh._get_root_mesh() != mesh:
+    if _has_larger_mesh(model):
         # Parameters that tensor-parallel ranks hold alike would be rounded beside other neighbours
         # on each of them, and drift apart.
         return (
@@ -77,6 +75,14 @@ def _refused_setting(model: DistributedDataParallel) -> str | None:
             "use fully_shard() and megatron.compression.fsdp2"
         )
     return None
+
+
+def _has_larger_mesh(model: DistributedDataParallel) -> bool:
+    """Return whether the process group was given as a dimension of a larger mesh."""
+    mesh = getattr(model, "_device_mesh", None)
+    # A mesh by itself is another way to give the group.
+    root_of = getattr(mesh, "_get_root_mesh", None)
+    return root_of is not None and root_of() != mesh
 
 
 def _refused_gradients(
