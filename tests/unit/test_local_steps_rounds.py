@@ -1,0 +1,136 @@
+"""Rounds of local steps in one process: what is sent when, and how it meets the steps since."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron.compression import LocalStepsConfig
+from megatron.compression.communication import Ledger
+from megatron.compression.local_steps.outer_optimizer import OuterOptimizer
+from megatron.compression.local_steps.rounds import LocalSteps
+from megatron.compression.local_steps.schedule import fragment_bounds
+
+VALUES = 64
+
+
+class Vector:
+    """Stands in for ``MasterShard``: masters of one rank without copies elsewhere."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values.clone()
+        self.numel = self.sent = len(values)
+        self.published = 0
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        return self.values[begin:end].clone()
+
+    def mix(self, anchor: torch.Tensor, begin: int, end: int, local_share: float) -> None:
+        local = self.values[begin:end]
+        self.values[begin:end] = local_share * local + (1 - local_share) * anchor
+
+    def align(self, *_: object) -> None:
+        """Nothing has a copy."""
+
+    def publish(self) -> None:
+        self.published += 1
+
+
+@dataclass
+class Sent:
+    """Stands in for ``Exchange``."""
+
+    iteration: int
+    payload: torch.Tensor
+    seconds: float = 0.0
+
+
+class Mirror:
+    """Stands in for the link: the other data centre sends what this one sends."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.awaited: list[int] = []
+
+    def start(self, payload: torch.Tensor, iteration: int) -> Sent:
+        self.started.append(iteration)
+        return Sent(iteration, payload)
+
+    def wait(self, exchange: Sent) -> torch.Tensor:
+        self.awaited.append(exchange.iteration)
+        return torch.stack([exchange.payload, exchange.payload])
+
+
+def local_steps(**settings) -> LocalSteps:
+    """One data centre of two that have made the same steps; the outer optimizer averages."""
+    config = LocalStepsConfig(
+        data_centres=2,
+        data_centre=0,
+        address="host:1",
+        compression="none",
+        learning_rate=1.0,
+        momentum=0.0,
+        **settings,
+    )
+    rounds = LocalSteps(config, Ledger(), lambda line: None)
+    initial = torch.arange(VALUES, dtype=torch.float32)
+    rounds.shard = Vector(initial)
+    rounds.outer = OuterOptimizer(initial, None, config.learning_rate, config.momentum)
+    rounds.bounds = fragment_bounds(VALUES, config.fragments)
+    rounds.link = Mirror()
+    return rounds
+
+
+def train(rounds: LocalSteps, iterations: int) -> None:
+    """Take steps of +1 in each value."""
+    for iteration in range(1, iterations + 1):
+        rounds.shard.values += 1
+        rounds.iteration_ended(iteration)
+
+
+def test_without_a_delay_masters_are_the_anchor_after_each_round() -> None:
+    rounds = local_steps(steps=3)
+    train(rounds, 7)
+    assert rounds.link.started == rounds.link.awaited == [3, 6]
+    initial = torch.arange(VALUES, dtype=torch.float32)
+    assert torch.equal(rounds.outer.anchor, initial + 6)
+    assert torch.equal(rounds.shard.values, initial + 7), "one local step since"
+    assert rounds.shard.published == 2
+
+
+@pytest.mark.parametrize(("mixing", "share"), [(None, 0.5), (0.25, 0.25), (0.0, 0.0)])
+def test_a_late_anchor_is_mixed_with_the_steps_since(mixing, share: float) -> None:
+    """Sent after iteration 4, applied after 6: the masters are two steps ahead of the anchor."""
+    rounds = local_steps(steps=4, delay=2, mixing=mixing)
+    train(rounds, 5)
+    assert rounds.link.started == [4] and rounds.link.awaited == []
+    assert len(rounds.flights) == 1
+    train_on = rounds.shard.values + 1
+    rounds.shard.values += 1
+    rounds.iteration_ended(6)
+    initial = torch.arange(VALUES, dtype=torch.float32)
+    assert torch.equal(rounds.outer.anchor, initial + 4)
+    torch.testing.assert_close(rounds.shard.values, share * train_on + (1 - share) * (initial + 4))
+    assert rounds.flights == []
+
+
+def test_fragments_take_turns() -> None:
+    rounds = local_steps(steps=4, fragments=2)
+    train(rounds, 2)
+    initial = torch.arange(VALUES, dtype=torch.float32)
+    half = VALUES // 2
+    assert torch.equal(rounds.outer.anchor[:half], initial[:half] + 2)
+    assert torch.equal(rounds.outer.anchor[half:], initial[half:]), "its turn is two steps later"
+    train(rounds, 4)
+    assert rounds.link.started == [2, 2, 4]
+
+
+def test_the_ledger_counts_what_crosses() -> None:
+    """fp32 is sent as it is; int4 has an eighth and its scales."""
+    rounds = local_steps(steps=2)
+    train(rounds, 4)
+    [sent] = [row for row in rounds.ledger.rows() if row["sent_bytes"]]
+    assert (sent["traffic"], sent["link"]) == ("dp.outer", "inter")
+    assert sent["sent_bytes"] == 2 * 4 * VALUES
