@@ -118,8 +118,8 @@ class LocalSteps:
         self._compare_weights(iteration)
         sent = sum(self._payload_bytes(fragment) for fragment in range(config.fragments))
         self.log(
-            f"local steps: met {config.data_centres - 1} other data centres; rank 0 sends "
-            f"{sent / 1e6:,.3f} MB a round to each"
+            f"local steps: all {config.data_centres} data centres have met; rank 0 sends "
+            f"{sent / 1e6:,.3f} MB a round to each other one"
         )
 
     def _begin_without_others(self, optimizer: Any) -> None:
