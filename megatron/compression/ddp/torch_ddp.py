@@ -79,7 +79,7 @@ def _refused_setting(model: DistributedDataParallel) -> str | None:
 
 def _has_larger_mesh(model: DistributedDataParallel) -> bool:
     """Return whether the process group was given as a dimension of a larger mesh."""
-    mesh = getattr(model, "_device_mesh", None)
+    mesh = getattr(model, "device_mesh", None)
     # A mesh by itself is another way to give the group.
     root_of = getattr(mesh, "_get_root_mesh", None)
     return root_of is not None and root_of() != mesh
