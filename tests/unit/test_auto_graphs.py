@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.compression.auto import automatic, check, stopwatch
+from megatron.compression.auto import check, schedules, stopwatch
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.auto.check import Trial
 from megatron.compression.auto.measurement import Candidates, Measurement, decided_config
 from megatron.compression.auto.messages import MessageKind, Workload
+from megatron.compression.auto.schedules import Schedules
 from megatron.compression.auto.stopwatch import Stopwatch
 from megatron.compression.config import CompressionConfig
 from megatron.compression.flags import resolve
@@ -170,7 +171,7 @@ def test_lossless_is_no_choice_in_graphs() -> None:
 def begin(monkeypatch):
     """A function that begins a run which has decided, and returns it with the lines of its log."""
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(automatic, "first_reason", lambda reason: reason)
+    monkeypatch.setattr(schedules, "first_reason", lambda reason: reason)
 
     def begin(graphs: str, *flags: str, **megatron) -> tuple[Automatic, list[str]]:
         log = []
@@ -229,15 +230,23 @@ COMPARED = [
 ]
 
 
+def prepared(run: Automatic) -> Schedules:
+    """Return the schedules of a run whose plan is int6: int8 is safer."""
+    schedules = Schedules(run.session, run.config, run.args, print)
+    trials = schedules.prepare(one_plan(exposed=0.0), [])
+    assert trials == [COMPARED[0], COMPARED[1], Trial(recipe="int8:outliers=on")]
+    return schedules
+
+
 def test_each_way_to_train_is_a_graph_of_its_own(begin) -> None:
     """A graph is captured again where the policy's circumstances differ."""
     run, _ = begin("full_iteration")
     policy = run.session.run.policy
     of_the_warm_up = policy.circumstances()
-    run._rules = {trial.recipe: run._rules_of(trial.recipe) for trial in COMPARED}
+    schedules = prepared(run)
     captured_for = []
     for trial in COMPARED:
-        run._take(trial)
+        schedules.take(trial)
         captured_for.append(policy.circumstances())
     assert len(set(captured_for)) == len(COMPARED)
     assert captured_for[0] == of_the_warm_up, "the first block goes on with the warm-up's graph"
@@ -257,8 +266,7 @@ def test_messages_go_by_the_way_that_is_tried(begin, trial: Trial, codec: str | 
     policy = run.session.run.policy
     # What ``decided_config`` gives a run of this plan.
     run.session.adopt(decided_config(run.config, one_plan(), run.args))
-    run._rules = {trial.recipe: run._rules_of(trial.recipe) for trial in COMPARED}
-    run._take(trial)
+    prepared(run).take(trial)
     decision = policy.decide("tp.forward", 2**20)
     if codec is None:
         assert (decision.codec, decision.reason) == (None, "auto")

@@ -11,6 +11,7 @@ from megatron.compression.auto import automatic
 from megatron.compression.auto.automatic import Automatic
 from megatron.compression.auto.check import Check, trials_of
 from megatron.compression.auto.host import ITERATIONS, HostWatch, LayerTimes
+from megatron.compression.auto.recommendation import recommendation
 from megatron.compression.flags import resolve
 from megatron.compression.session import Session
 from tests.unit.megatron_args import parsed
@@ -149,9 +150,9 @@ def recommend(begin):
     """A function that returns the log's lines on graphs of a run with a host and a GPU."""
 
     def recommend(machine: Machine, *flags: str, **megatron) -> list[str]:
-        run, log = begin(*flags, **megatron)
-        run._recommend_graphs(watched(machine))
-        return log
+        run, _ = begin(*flags, **megatron)
+        line = recommendation(watched(machine), run.args, run.config)
+        return [] if line is None else [line]
 
     return recommend
 

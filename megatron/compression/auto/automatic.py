@@ -1,8 +1,6 @@
 """``--compression auto`` in a run of Megatron: decides before attachment, then lets the run
 check."""
 
-import copy
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
@@ -11,25 +9,18 @@ import torch.distributed as dist
 
 from megatron.compression import graphs
 from megatron.compression.auto import plan as plans
-from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict, trials_of
+from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict
 from megatron.compression.auto.host import HostWatch
-from megatron.compression.auto.measurement import Measurement, decided_config, dimension_config
-from megatron.compression.auto.messages import HALVES_COST
-from megatron.compression.auto.plan import BUDGET, FILE, LEAST_GAIN, RunPlan, largest, within
+from megatron.compression.auto.measurement import Measurement, decided_config
+from megatron.compression.auto.plan import BUDGET, FILE, RunPlan, largest
+from megatron.compression.auto.recommendation import layer_passes, recommendation
 from megatron.compression.auto.safety import Safety, without_replaced_flags
-from megatron.compression.auto.stopwatch import first_reason
-from megatron.compression.codecs.recipes import RECIPES, Recipe
-from megatron.compression.communication.ledger import TRAFFIC
-from megatron.compression.communication.policy import Rule
-from megatron.compression.config import SAME_RESULTS, CompressionConfig, train_iterations
+from megatron.compression.auto.schedules import Schedules, tensor_recipe
+from megatron.compression.config import SAME_RESULTS, CompressionConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.flex import sends_by_flex, switch_to_alltoall
 from megatron.compression.loss_meter import LossCost
-from megatron.compression.names import PARALLELISMS
 from megatron.compression.session import Session
-from megatron.compression.tensor_parallel import halves_block
-from megatron.compression.tensor_parallel.config import halves_refusal
-from megatron.compression.tensor_parallel.hooks import sites_of
 
 
 class Automatic:
@@ -59,10 +50,6 @@ class Automatic:
         """Chunks of a model provider, until the last one is there."""
         self._host: HostWatch | None = None
         """Watches the host while it may turn out to be the bottleneck."""
-        self._halved: list[torch.nn.Module] = []
-        """Chunks whose schedule can be switched to halves of a micro-batch."""
-        self._rules: dict[str, dict[str, Rule]] = {}
-        """Tensor parallelism's rules by the recipe of a trial."""
         self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
         settings = {"loss_budget": self._budget}
         for name, value in self.config.asdict().items():
@@ -123,7 +110,9 @@ class Automatic:
         watch = self._host
         if watch is not None and watch.iteration_ended():
             self._host = None
-            self._recommend_graphs(watch)
+            line = recommendation(watch, self.args, self.session.config)
+            if line is not None:
+                self._tell(line)
             self._refuse_slow_halves(watch)
         if self._check is not None:
             self._check.on_training_log(iteration)
@@ -176,6 +165,7 @@ class Automatic:
             chunks: this stage's, attached.
         """
         compressed = list(plan.recipes())
+        schedules = Schedules(self.session, self.config, self.args, self._tell)
         trials = [Trial()]
         if not plan.checked and graphs.by_layer(self.args):
             if compressed:
@@ -184,19 +174,16 @@ class Automatic:
                     "without are not compared"
                 )
         elif not plan.checked:
-            halves = self._can_try_halves(plan, chunks)
-            overlaps = halves and TENSOR in compressed and self._payloads_overlap()
-            trials = trials_of(compressed, halves, overlaps, self._safer_recipe(plan))
+            trials = schedules.prepare(plan, chunks)
         # Each block of iterations is captured anew, after its warm-up.
         capturing = 0
         if graphs.whole_iterations(self.args):
             capturing = self.args.cuda_graph_warmup_steps + 1
-        self._rules = {trial.recipe: self._rules_of(trial.recipe) for trial in trials}
         self._check = Check(
             trials,
             compressed,
             self.session.config.start_iteration or 0,
-            self._take,
+            schedules.take,
             self._checked,
             self._loss_of,
             capturing,
@@ -229,114 +216,12 @@ class Automatic:
             )
         self.session.describe()
 
-    def _can_try_halves(self, plan: RunPlan, chunks: Sequence[torch.nn.Module]) -> bool:
-        """Prepare the chunks for halves of a micro-batch, if the run is to try them; log why not.
-
-        Collective over all ranks.
-        """
-        tensor = plan.of(TENSOR)
-        # A schedule that was typed stays, and so does tensor parallelism with a flag of its own.
-        if tensor is None or TENSOR not in self.config.auto:
-            return False
-        if self.config.tensor_parallel.overlap is not None:
-            return False
-        reason = self._why_no_halves(tensor.exposed, chunks)
-        # Ranks switch together, so one that cannot is enough.
-        reason = first_reason(reason)
-        if reason is not None:
-            self._tell(f"interleaved halves are not tried: {reason}")
-            return False
-        for chunk in chunks:
-            if any(True for _ in sites_of(chunk)):
-                halves_block.attach(chunk)
-                halves_block.switch(chunk, False)
-                self._halved.append(chunk)
-        return True
-
-    def _why_no_halves(self, exposed: float, chunks: Sequence[torch.nn.Module]) -> str | None:
-        """Return why halves of a micro-batch are not tried, or None.
-
-        Args:
-            exposed: part of an iteration by which tensor-parallel messages lengthen it; NaN: not
-                known.
-            chunks: this stage's, attached.
-        """
-        # They cannot hide more than there is.
-        if exposed < HALVES_COST:
-            return (
-                f"sums lengthen an iteration by {100 * exposed:.1f} %, and halves by "
-                f"{100 * HALVES_COST:g} %"
-            )
-        refusals = [halves_refusal(self.args)]
-        for chunk in chunks:
-            if any(True for _ in sites_of(chunk)):
-                refusals.append(halves_block.refusal(chunk))
-        for error in refusals:
-            if error is not None:
-                # The fix is to drop a flag that nobody has typed.
-                return str(error).rpartition("; ")[0]
-        return None
-
-    def _payloads_overlap(self) -> bool:
-        """Return whether compressed sums of this run's layers leave room for other kernels.
-
-        Over symmetric memory a collective fills the GPU. Collective over all ranks.
-        """
-        transports = self.session.run.transports
-        reason = None
-        for chunk in self._halved:
-            groups = dict.fromkeys(site.group for site in sites_of(chunk))
-            if not all(transports.transport(group).overlaps for group in groups):
-                reason = "a collective fills the GPU"
-        return first_reason(reason) is None
-
-    def _safer_recipe(self, plan: RunPlan) -> str:
-        """Return the name of the lossy recipe of tensor parallelism that costs least loss, if that
-        is not the decided one; else an empty text."""
-        decided = plan.recipes().get(TENSOR)
-        if decided is None or decided.exact:
-            return ""
-        for recipe in sorted(within(plan.budget, TENSOR), key=lambda recipe: recipe.loss):
-            if recipe.exact or recipe.loss >= decided.loss:
-                continue
-            try:
-                dimension_config(self.config, TENSOR, recipe, self.args)
-            except CompressionConfigError:
-                continue
-            return recipe.name
-        return ""
-
-    def _rules_of(self, recipe: str) -> dict[str, Rule]:
-        """Return the policy's rules with a recipe of tensor parallelism; empty: as decided."""
-        rules = dict(self.session.run.policy.rules)
-        if recipe:
-            config = dimension_config(self.config, TENSOR, _tensor_recipe(recipe), self.args)
-            start = self.session.config.start_iteration
-            rules |= config.rules(start, train_iterations(self.args))
-        return rules
-
-    def _take(self, trial: Trial) -> None:
-        """Train in one of the compared ways from the next iteration on."""
-        policy = self.session.run.policy
-        traffic = {
-            name
-            for name in TRAFFIC
-            for dimension in trial.off
-            if name.startswith(PARALLELISMS[dimension].traffic)
-        }
-        # A method of a set: every message asks.
-        policy.left_out = frozenset(traffic).__contains__ if traffic else None
-        policy.rules = self._rules[trial.recipe]
-        policy.schedule = (trial.halves, trial.recipe)
-        for chunk in self._halved:
-            halves_block.switch(chunk, trial.halves)
-
     def _loss_of(self, trial: Trial) -> float:
         """Return the percent of validation loss that tensor parallelism costs in a way to train."""
         if TENSOR in trial.off or self.plan is None:
             return 0.0
         if trial.recipe:
-            return _tensor_recipe(trial.recipe).loss
+            return tensor_recipe(trial.recipe).loss
         tensor = self.plan.of(TENSOR)
         return 0.0 if tensor is None else tensor.loss
 
@@ -357,7 +242,7 @@ class Automatic:
             self._tell(f"{name.replace('_', ' ')}: {measured}: {decision}")
         plan = self.plan.after_check(useless)
         if verdict.trial.recipe and TENSOR not in verdict.trial.off:
-            recipe = _tensor_recipe(verdict.trial.recipe)
+            recipe = tensor_recipe(verdict.trial.recipe)
             plan = plan.with_recipe(TENSOR, recipe, f"as fast in this run; loss: {recipe.source}")
         if any(trial.halves or trial.recipe for trial in verdict.timings):
             self._tell(self._compared(verdict))
@@ -410,35 +295,6 @@ class Automatic:
     # The host
     # --------------------------------------------------------------------------------------
 
-    def _recommend_graphs(self, watch: HostWatch) -> None:
-        """Recommend CUDA graphs, with the gain that is to be expected, if the GPU waits for the
-        host."""
-        times = watch.times
-        if times is None or not watch.iteration_seconds:
-            return
-        # A graph launches everything at once, so the GPU waits for nothing between its kernels.
-        saved = times.waited * self._layer_passes(watch) / watch.iteration_seconds
-        if saved < LEAST_GAIN:
-            return
-        gain = min(saved, 0.9)
-        text = (
-            f"the GPU waits for the host: a layer takes {1e3 * times.host:.2g} ms to launch and "
-            f"{1e3 * times.gpu:.2g} ms to run"
-        )
-        flags, reason = _graph_flags(self.args, self.session.config)
-        if reason:
-            self._tell(f"{text}; CUDA graphs, which would save it, are not possible: {reason}")
-            return
-        self._tell(
-            f"{text}; add {flags}, which launches an iteration at once: about "
-            f"{1 / (1 - gain):.1f} times as fast by these times"
-        )
-
-    def _layer_passes(self, watch: HostWatch) -> int:
-        """Return how many times an iteration runs one of this stage's layers."""
-        replicas = self.args.data_parallel_size * self.args.micro_batch_size
-        return watch.layers * max(1, self.args.global_batch_size // replicas)
-
     def _refuse_slow_halves(self, watch: HostWatch) -> None:
         """Leave halves out of the comparison where the host cannot launch them fast enough.
 
@@ -449,7 +305,7 @@ class Automatic:
         # Every kernel is launched twice. So an iteration in halves takes as long as that at least.
         part = 0.0
         if watch.times is not None and watch.iteration_seconds:
-            launching = 2 * watch.times.host * self._layer_passes(watch)
+            launching = 2 * watch.times.host * layer_passes(watch, self.args)
             part = launching / watch.iteration_seconds
         (part,) = largest(part)
         if part > 1:
@@ -466,11 +322,6 @@ class Automatic:
         self._log(f"compression auto: {line}")
 
 
-def _tensor_recipe(name: str) -> Recipe:
-    """Return tensor parallelism's recipe of a name."""
-    return next(recipe for recipe in RECIPES[TENSOR] if recipe.name == name)
-
-
 def _seconds_of(verdict: Verdict) -> float:
     """Return the seconds of an iteration of what a check has decided; 0: not known."""
     chosen = verdict.trial
@@ -480,29 +331,3 @@ def _seconds_of(verdict: Verdict) -> float:
         if timing is not None and timing.seconds > 0:
             return timing.seconds
     return 0.0
-
-
-def _graph_flags(args: Namespace, config: CompressionConfig) -> tuple[str, str | None]:
-    """Return the flags that a run lacks for CUDA graphs of whole iterations, and why it cannot have
-    them, or None.
-
-    Args:
-        args: Megatron's arguments, of a run without graphs.
-        config: the run's settings.
-    """
-    in_graphs = copy.copy(args)
-    flags = []
-    if in_graphs.transformer_impl != "local":
-        in_graphs.transformer_impl = "local"
-        flags.append("--transformer-impl local")
-    in_graphs.cuda_graph_impl = "full_iteration"
-    flags.append("--cuda-graph-impl full_iteration")
-    # The check reads gradients on the host, which a graph of a whole iteration cannot hold.
-    if getattr(in_graphs, "check_for_nan_in_loss_and_grad", True):
-        in_graphs.check_for_nan_in_loss_and_grad = False
-        flags.append("--no-check-for-nan-in-loss-and-grad")
-    try:
-        config.check(in_graphs)
-    except CompressionConfigError as error:
-        return "", str(error)
-    return " ".join(flags), None
