@@ -30,12 +30,13 @@ class RandomStates:
         self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
         self._device = torch.cuda.get_rng_state()
-        self._tracked = {
-            # In runs with CUDA graphs a state is a generator, which graphs hold: its numbers are
-            # kept.
-            name: state.get_state() if isinstance(state, torch.Generator) else state
-            for name, state in get_cuda_rng_tracker().get_states().items()
-        }
+        self._tracked: dict[str, torch.Tensor] = {}
+        """By the names of Megatron's tracker, such as ``model-parallel-rng``."""
+        for name, state in get_cuda_rng_tracker().get_states().items():
+            # In runs with CUDA graphs a state is a generator, which graphs hold.
+            if isinstance(state, torch.Generator):
+                state = state.get_state()
+            self._tracked[name] = state
 
     def restore(self) -> None:
         """Put all of them back."""
@@ -111,10 +112,11 @@ def _without_weight_gathers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]
 def _prediction_losses_kept() -> Iterator[None]:
     """Keep the sums of multi-token prediction's losses, which each forward adds to for the log."""
     tracker = MTPLossLoggingHelper.tracker
-    before = {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in tracker.items()
-    }
+    before = dict(tracker)
+    for name, value in tracker.items():
+        # Forward passes add to tensors in place.
+        if isinstance(value, torch.Tensor):
+            before[name] = value.clone()
     try:
         yield
     finally:
@@ -213,6 +215,7 @@ class RecordedStep:
         """Return the last micro-batches that an iterator has given; None: the stage reads none."""
         if iterator is None:
             return None
+        # A micro-batch may take several reads; tensor-parallel rank 0 alone reads at all.
         items = self._recorders[id(iterator)].items
         reads_of_one = len(items) // get_num_microbatches()
         last = items[len(items) - reads_of_one * self.micro_batches :]

@@ -88,22 +88,26 @@ class PairSums:
             compressed: fp64 ``[n]``, losses with the codecs.
             uncompressed: fp64 ``[n]``, losses without; 0 where there is no pair.
         """
-        exists = uncompressed.isfinite() & (uncompressed != 0)
-        counts = exists & compressed.isfinite()
+        # A micro-batch without a token that counts has a loss of 0. A loss that is not finite
+        # without codecs says nothing about them; one that is so with them alone says a lot.
+        is_pair = uncompressed.isfinite() & (uncompressed != 0)
+        is_broken = is_pair & ~compressed.isfinite()
+        counts = is_pair & ~is_broken
         base = uncompressed.where(counts, 0.0)
         difference = (compressed - uncompressed).where(counts, 0.0)
-        self.sums += torch.stack(
-            [
-                counts.sum(),
-                base.sum(),
-                difference.sum(),
-                difference.square().sum(),
-                (difference * base).sum(),
-                base.square().sum(),
-                (exists & ~counts).sum(),
-            ]
-        )
-        # Without the host: a comparison on the device.
+        # A row for each of the sums, in their order.
+        terms = [
+            counts,
+            base,
+            difference,
+            difference.square(),
+            difference * base,
+            base.square(),
+            is_broken,
+        ]
+        self.sums += torch.stack([term.double() for term in terms]).sum(1)
+        # Halved, all sums say the same by half as many pairs. Compared on the device, so that the
+        # host does not wait.
         self.sums *= torch.where(self.sums[0] >= MOST_PAIRS, 0.5, 1.0)
 
     def cost(self) -> LossCost:
@@ -114,6 +118,7 @@ class PairSums:
         if pairs < 2 or base == 0:
             percent = 100 * difference / base if base else math.nan
             return LossCost(percent, math.nan, pairs, round(broken))
+        # R of the formula above, and the residuals C - U - R U, squared and summed.
         ratio = difference / base
         # Sums of squares of nearly equal numbers may come out a little below zero.
         residuals = max(0.0, squares - 2 * ratio * products + ratio**2 * base_squares)
@@ -186,6 +191,7 @@ class LossMeter:
         prefixes = {TOGETHER: tuple(_prefix(name) for name in ACTIVATIONS)}
         prefixes |= {name: (_prefix(name),) for name in self.apart}
         losses: list[Sequence[torch.Tensor]] = []
+        # Its bytes are neither training's nor an evaluation's.
         phase = ledger.phase
         with no_trace(chunks):
             states = RandomStates()
@@ -193,6 +199,7 @@ class LossMeter:
             try:
                 # The last pass is the one without codecs.
                 for compressed in (*prefixes.values(), ()):
+                    # Every pass draws the same numbers, for dropout and routers.
                     states.restore()
                     with policy.only(compressed):
                         losses.append(forward())
@@ -280,6 +287,7 @@ def _losses_of_all_ranks(
     Returns:
         fp64 ``[pairs, passes]``; zeros where there is no pair.
     """
+    # Every rank fills a table of all replicas, with zeros where others know; their sum is complete.
     passes = len(losses)
     replicas = parallel_state.get_data_parallel_world_size()
     device = torch.cuda.current_device()
@@ -289,11 +297,12 @@ def _losses_of_all_ranks(
     # part of the tokens each, which the sum puts together.
     if parallel_state.get_tensor_model_parallel_rank() == 0:
         local = table[parallel_state.get_data_parallel_rank()]
-        for column, of_pass in enumerate(losses):
-            for row, loss in enumerate(of_pass):
+        for column, losses_of_pass in enumerate(losses):
+            for micro_batch, loss in enumerate(losses_of_pass):
+                # One value, or the sum over tokens and their number.
                 values = loss.detach().double().reshape(-1)
-                local[row, column] = values[0]
-                local[row, -1] = float(values.numel() == 1)
+                local[micro_batch, column] = values[0]
+                local[micro_batch, -1] = float(values.numel() == 1)
     dist.all_reduce(table)
     values = table[..., :-1]
     # A single value may be a mean over replicas already: all replicas together are one pair then.

@@ -79,11 +79,13 @@ def lines(args: Namespace, config: "CompressionConfig") -> list[str]:
         return [
             f"{setting('loss_interval')} has no effect here: no activations are sent compressed"
         ]
-    when = f"every {interval} iterations"
+    frequency = f"every {interval} iterations"
+    if interval == 1:
+        frequency = "in every iteration"
     if interval == AUTO:
-        when = f"as often as takes {100 * SHARE:g} % of the time"
+        frequency = f"as often as takes {100 * SHARE:g} % of the time"
     return [
-        f"{when} the last micro-batch passes forward with and without codecs, to measure what they "
+        f"{frequency} the last micro-batch passes forward with and without codecs, to measure what they "
         "cost in loss; not seen: codecs of gradients, and what rounding does to the weights over "
         "time"
     ]
@@ -115,7 +117,9 @@ def share_of_time(args: Namespace, micro_batches: int, passed: int) -> float:
         passed: micro-batches of a measurement.
     """
     stages = args.pipeline_model_parallel_size
+    # A virtual stage has 1 / chunks of a stage's layers, and so takes that part of its time.
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    # In forward passes of one micro-batch through one stage.
     fill = (stages - 1) / chunks
     return 2 * (passed + fill) / (3 * (micro_batches + fill))
 
