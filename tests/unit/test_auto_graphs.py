@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.compression.auto import check, schedules, stopwatch
 from megatron.compression.auto.automatic import Automatic
-from megatron.compression.auto.check import Trial
+from megatron.compression.auto.check import Trial, trials_of
 from megatron.compression.auto.measurement import Candidates, Measurement, decided_config
 from megatron.compression.auto.messages import MessageKind, Workload
 from megatron.compression.auto.schedules import Schedules
@@ -272,3 +272,23 @@ def test_messages_go_by_the_way_that_is_tried(begin, trial: Trial, codec: str | 
         assert (decision.codec, decision.reason) == (None, "auto")
     else:
         assert decision.codec.name == codec
+
+
+@pytest.mark.parametrize(("gigabytes_left", "tried"), [(3, False), (5, True)])
+def test_halves_are_not_tried_where_memory_is_short(
+    begin, monkeypatch, gigabytes_left: int, tried: bool
+) -> None:
+    """Of 80 GB: torch holds all but 1, and has not needed some of what it holds."""
+    run, log = begin("full_iteration")
+    ways = trials_of(("tensor_parallel",), halves=True)
+    run._check = check.Check(ways, ("tensor_parallel",), 0, lambda trial: None, print)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1e9, 80e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 79e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 80e9 - 1e9 * gigabytes_left)
+    for iteration in range(1 + check.WARM_UP):
+        run.on_training_log(iteration + 1)
+    assert any(trial.halves for trial in run._check._trials) == tried
+    refused = [line for line in log if "of a device's memory, under 5 %" in line]
+    assert bool(refused) != tried

@@ -15,7 +15,7 @@ from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.auto.plan import BUDGET, FILE, RunPlan, largest
 from megatron.compression.auto.recommendation import layer_passes, recommendation
 from megatron.compression.auto.safety import Safety, without_replaced_flags
-from megatron.compression.auto.schedules import Schedules, tensor_recipe
+from megatron.compression.auto.schedules import Schedules, shortage, tensor_recipe
 from megatron.compression.config import SAME_RESULTS, CompressionConfig
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.flex import sends_by_flex, switch_to_alltoall
@@ -114,8 +114,11 @@ class Automatic:
             if line is not None:
                 self._tell(line)
             self._refuse_slow_halves(watch)
-        if self._check is not None:
-            self._check.on_training_log(iteration)
+        check = self._check
+        if check is not None:
+            if check.tries_halves and check.is_due(iteration):
+                self._leave_out_halves(shortage())
+            check.on_training_log(iteration)
 
     # Deciding
     # --------------------------------------------------------------------------------------
@@ -309,14 +312,20 @@ class Automatic:
             part = launching / watch.iteration_seconds
         (part,) = largest(part)
         if part > 1:
-            self._check.leave_out_halves()
-            if self._check.done:
-                # They were all that was to be compared.
-                self.session.run.policy.meter.interval = self._meter_interval
-            self._tell(
-                "interleaved halves are not tried: the host would launch twice as many kernels, in "
-                f"{part:.1f} times what an iteration takes"
+            self._leave_out_halves(
+                f"the host would launch twice as many kernels, in {part:.1f} times what an "
+                "iteration takes"
             )
+
+    def _leave_out_halves(self, reason: str | None) -> None:
+        """Compare whole micro-batches only, for a reason that all ranks have; None: there is none."""
+        if reason is None or self._check is None:
+            return
+        self._check.leave_out_halves()
+        if self._check.done:
+            # They were all that was to be compared.
+            self.session.run.policy.meter.interval = self._meter_interval
+        self._tell(f"interleaved halves are not tried: {reason}")
 
     def _tell(self, line: str) -> None:
         self._log(f"compression auto: {line}")

@@ -253,16 +253,18 @@ class Check:
         self._trials = [trial for trial in self._trials if not trial.halves]
         self._set_blocks()
 
+    def is_due(self, iteration: int) -> bool:
+        """Return whether the warm-up has ended with this iteration, counted from 1, or before."""
+        if self._starts_at is None:
+            self._starts_at = max(iteration, self._first) + WARM_UP
+        return iteration >= self._starts_at
+
     def on_training_log(self, iteration: int) -> None:
         """Time the iteration that has just ended, counted from 1; decide after the last block.
 
         The decision is collective over all ranks.
         """
-        if self.done:
-            return
-        if self._starts_at is None:
-            self._starts_at = max(iteration, self._first) + WARM_UP
-        if iteration < self._starts_at:
+        if self.done or not self.is_due(iteration):
             return
         # Without it the clock would tell when kernels were launched.
         if torch.cuda.is_available():

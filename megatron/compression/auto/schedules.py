@@ -21,6 +21,28 @@ from megatron.compression.tensor_parallel import halves_block
 from megatron.compression.tensor_parallel.config import halves_refusal
 from megatron.compression.tensor_parallel.hooks import sites_of
 
+ROOM = 0.05
+"""Part of a device's memory that has to be left to try halves of a micro-batch. They took 0.5 % more
+(docs/results/iterations.md), in two pieces where there was one."""
+
+
+def shortage() -> str | None:
+    """Return why there is no room to try another schedule on some rank, or None.
+
+    Collective over all ranks, after an iteration or more.
+    """
+    reason = None
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        # What torch holds and has not needed at once is free as well.
+        left = (free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()) / total
+        if left < ROOM:
+            reason = (
+                f"iterations leave {100 * max(left, 0.0):.1f} % of a device's memory, under "
+                f"{100 * ROOM:g} %"
+            )
+    return first_reason(reason)
+
 
 class Schedules:
     """Prepares the ways to train that a run compares, and has it take one of them.
