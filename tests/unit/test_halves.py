@@ -176,6 +176,7 @@ def test_what_is_recomputed_is_not_kept(recomputes: dict, kept: set[str]) -> Non
         ({"multi_latent_attention": True}, "--multi-latent-attention has"),
         ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
         ({"mlp_chunks_for_training": 2}, "--mlp-chunks-for-training 2 calls the MLP"),
+        ({"cpu_offloading_num_layers": 1}, "--cpu-offloading-num-layers moves"),
         ({"cuda_graph_impl": "local"}, "past the graphs of --cuda-graph-impl local"),
     ],
 )

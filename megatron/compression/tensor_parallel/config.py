@@ -65,12 +65,15 @@ _NOT_COVERED_IN_TE = {
 """The same for Transformer Engine's layers."""
 
 _CALLS_MODULES = "gathers weights when a layer is called, and halves call its modules"
+_MOVES = "moves what a layer keeps when the layer is called, and halves call its modules"
 _NOT_HALVED = {
     "num_experts": "balances the loads of experts over a whole micro-batch",
     "multi_latent_attention": "has attention whose input goes to several layers",
     "mtp_num_layers": "has layers that are not halved",
     **dict.fromkeys(OTHER_LAYERS, "has layers that are not halved"),
     "distribute_saved_activations": "keeps a part of one tensor, where there are two",
+    "cpu_offloading_num_layers": _MOVES,
+    "fine_grained_activation_offloading": _MOVES,
     "use_megatron_fsdp": _CALLS_MODULES,
     "use_torch_fsdp2": _CALLS_MODULES,
 }
