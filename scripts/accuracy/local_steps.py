@@ -97,7 +97,14 @@ class DataCentre:
         self.parameters = list(trainer.model.parameters())
         self.weights = flatten(self.parameters)
         codec = None if setting.codec == "none" else parse_codec(setting.codec)
-        self.outer = OuterOptimizer(self.weights, codec, setting.learning_rate, setting.momentum)
+        self.outer = OuterOptimizer(
+            self.weights,
+            codec,
+            setting.learning_rate,
+            setting.momentum,
+            setting.data_centres,
+            [(0, len(self.weights))],
+        )
 
     def train(self, step: int, batches: Iterator[torch.Tensor]) -> list[torch.Tensor]:
         """Take local steps on batches of windows, from a step of the schedule on; return the
@@ -110,14 +117,25 @@ class DataCentre:
         self.weights = flatten(self.parameters)
         return losses
 
-    def payload(self) -> torch.Tensor:
-        """Return this data centre's difference to the anchor, encoded."""
-        return self.outer.encode(self.weights, 0)
 
-    def apply(self, payloads: torch.Tensor) -> None:
-        """Move the anchor by all payloads, and continue from it."""
-        self.outer.step(payloads, 0, len(self.weights))
-        self.weights.copy_(self.outer.anchor)
+def exchange(centres: Sequence[DataCentre]) -> None:
+    """Let data centres exchange their differences, and continue from the anchor."""
+    values = len(centres[0].weights)
+    if len(centres) == 2:
+        payloads = torch.stack([centre.outer.encode(centre.weights, 0) for centre in centres])
+        for centre in centres:
+            centre.outer.step(payloads, 0, values)
+    else:
+        pieces = torch.stack([centre.outer.encode_pieces(centre.weights, 0) for centre in centres])
+        # Data centre c sums piece c of each.
+        sums = [
+            centre.outer.encode_sum(pieces[:, number], 0, values)
+            for number, centre in enumerate(centres)
+        ]
+        for centre in centres:
+            centre.outer.step_sums(torch.stack(sums), 0, values)
+    for centre in centres:
+        centre.weights.copy_(centre.outer.anchor)
 
 
 @torch.no_grad()
@@ -162,9 +180,7 @@ def run_setting(trainer: Trainer, setting: Setting, checkpoint: Path, seed: int)
         shares = batches.chunk(setting.data_centres, dim=1)
         for centre, share in zip(centres, shares, strict=True):
             losses += centre.train(begin, iter(share))
-        payloads = torch.stack([centre.payload() for centre in centres])
-        for centre in centres:
-            centre.apply(payloads)
+        exchange(centres)
     copy_into(centres[0].outer.anchor, centres[0].parameters)
     last = torch.stack(losses[-len(losses) // 10 :]).mean().item()
     seconds = time.perf_counter() - began

@@ -101,19 +101,26 @@ SAVING = ("--local-steps", "4", "--train-iters", "6", "--save-interval", "3")
             marks=pytest.mark.thorough,
         ),
         pytest.param(
+            ("--data-centres", "3", "--outer-fragments", "2", "--outer-delay", "3"),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
             ("--overlap-grad-reduce", "--overlap-param-gather", "--dp-compression", "sdp4bit"),
             marks=pytest.mark.thorough,
         ),
     ],
-    ids=["plain", "in flight", "compressed weights"],
+    ids=["plain", "in flight", "pieces in flight", "compressed weights"],
 )
 def test_a_resume_within_a_round_has_the_same_bits(tmp_path: Path, extra) -> None:
     """Saved after iteration 3; the round is after iteration 4, or a fragment is under way."""
     flags = (*SAVING, *extra, "--save", str(tmp_path))
-    whole = pretrain_in_data_centres(*flags, ranks=2)
-    for number in range(2):
+    data_centres = 3 if "--data-centres" in extra else 2
+    # Two ranks in each of two, one in each of three.
+    setting = dict(data_centres=data_centres, ranks=4 - data_centres)
+    whole = pretrain_in_data_centres(*flags, **setting)
+    for number in range(data_centres):
         go_back_to(3, tmp_path / f"data_centre_{number}")
-    resumed = pretrain_in_data_centres(*flags, "--load", str(tmp_path), ranks=2)
+    resumed = pretrain_in_data_centres(*flags, "--load", str(tmp_path), **setting)
     for before, after in zip(whole.runs, resumed.runs, strict=True):
         assert after.parameters == before.parameters
         assert after.losses == {i: loss for i, loss in before.losses.items() if i > 3}

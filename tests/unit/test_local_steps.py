@@ -50,21 +50,39 @@ class TestSchedule:
         assert bounds[-1][0] <= 100 - tail
 
 
+def exchange(outers: list[OuterOptimizer], weights: list[torch.Tensor]) -> None:
+    """Let data centres with these weights exchange their differences, and move their anchors."""
+    if len(outers) == 2:
+        payloads = torch.stack([o.encode(w, 0) for o, w in zip(outers, weights, strict=True)])
+        for outer in outers:
+            outer.step(payloads, 0, VALUES)
+        return
+    pieces = [o.encode_pieces(w, 0) for o, w in zip(outers, weights, strict=True)]
+    # Data centre c gets row c of each.
+    sums = [
+        outer.encode_sum(torch.stack([rows[number] for rows in pieces]), 0, VALUES)
+        for number, outer in enumerate(outers)
+    ]
+    for outer in outers:
+        outer.step_sums(torch.stack(sums), 0, VALUES)
+
+
 def rounds(
     codec, data_centres: int, learning_rate: float, momentum: float, count: int = 3
 ) -> tuple[list[OuterOptimizer], torch.optim.SGD, torch.nn.Parameter]:
     """Run rounds of made-up local steps: the outer optimizers, and torch's own on exact sums."""
     generator = torch.Generator().manual_seed(1)
     initial = torch.randn(VALUES, generator=generator)
-    outers = [OuterOptimizer(initial, codec, learning_rate, momentum) for _ in range(data_centres)]
+    outers = [
+        OuterOptimizer(initial, codec, learning_rate, momentum, data_centres, [(0, VALUES)])
+        for _ in range(data_centres)
+    ]
     reference = torch.nn.Parameter(initial.clone())
     sgd = torch.optim.SGD([reference], learning_rate, momentum, nesterov=momentum > 0)
     for _ in range(count):
         moved = [0.01 * torch.randn(VALUES, generator=generator) for _ in outers]
         weights = [outer.anchor - move for outer, move in zip(outers, moved, strict=True)]
-        payloads = torch.stack([o.encode(w, 0) for o, w in zip(outers, weights, strict=True)])
-        for outer in outers:
-            outer.step(payloads, 0, VALUES)
+        exchange(outers, weights)
         # In the order of the data centres, then scaled: the sum that each of them forms.
         total = reference.detach() - weights[0]
         for local in weights[1:]:
@@ -75,7 +93,7 @@ def rounds(
 
 
 class TestOuterOptimizer:
-    @pytest.mark.parametrize("data_centres", [2, 3])
+    @pytest.mark.parametrize("data_centres", [2, 3, 7])
     def test_in_fp32_it_is_torchs_sgd_with_nesterov_momentum(self, data_centres: int) -> None:
         outers, _, reference = rounds(None, data_centres, 0.7, 0.9)
         for outer in outers:
@@ -113,6 +131,20 @@ class TestOuterOptimizer:
         lost = anchor - moved - outer.anchor
         torch.testing.assert_close(lost, -outer.residual, atol=1e-5, rtol=0)
         assert outer.residual.abs().max() > 1e-4, "four bits lose something"
+
+    def test_sums_of_pieces_keep_what_they_lose_as_well(self) -> None:
+        """Three data centres: the mean of what they moved is in the anchor and in the memories."""
+        codec = parse_codec("int4")
+        anchor = torch.randn(VALUES)
+        outers = [OuterOptimizer(anchor, codec, 1.0, 0.0, 3, [(0, VALUES)]) for _ in range(3)]
+        moved = torch.zeros(VALUES)
+        for _ in range(5):
+            steps = [0.01 * torch.randn(VALUES) for _ in outers]
+            moved += sum(steps) / 3
+            exchange(outers, [o.anchor - s for o, s in zip(outers, steps, strict=True)])
+        kept = sum(outer.residual for outer in outers) / 3
+        kept += torch.cat([outer.sum_residuals[0] for outer in outers])[:VALUES]
+        torch.testing.assert_close(anchor - moved - outers[0].anchor, -kept, atol=1e-5, rtol=0)
 
     def test_a_fragment_leaves_the_others_alone(self) -> None:
         anchor = torch.randn(VALUES)

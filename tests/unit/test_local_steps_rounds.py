@@ -48,25 +48,28 @@ class Sent:
 
 
 class Mirror:
-    """Stands in for the link: the other data centre sends what this one sends."""
+    """Stands in for the link: the other data centres send what this one sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, data_centres: int) -> None:
+        self.data_centres = data_centres
         self.started: list[int] = []
         self.awaited: list[int] = []
 
-    def start(self, payload: torch.Tensor, iteration: int) -> Sent:
+    def start(self, payload: torch.Tensor, iteration: int, is_scatter: bool = False) -> Sent:
         self.started.append(iteration)
         return Sent(iteration, payload)
 
     def wait(self, exchange: Sent) -> torch.Tensor:
         self.awaited.append(exchange.iteration)
-        return torch.stack([exchange.payload, exchange.payload])
+        if exchange.payload.dim() == 2:  # pieces: this one gets its own of each, the first
+            return exchange.payload[:1].expand_as(exchange.payload)
+        return exchange.payload.expand(self.data_centres, -1)
 
 
-def local_steps(**settings) -> LocalSteps:
-    """One data centre of two that have made the same steps; the outer optimizer averages."""
+def local_steps(data_centres: int = 2, **settings) -> LocalSteps:
+    """One data centre of some that have made the same steps; the outer optimizer averages."""
     config = LocalStepsConfig(
-        data_centres=2,
+        data_centres=data_centres,
         data_centre=0,
         address="host:1",
         compression="none",
@@ -77,9 +80,11 @@ def local_steps(**settings) -> LocalSteps:
     rounds = LocalSteps(config, Ledger(), lambda line: None)
     initial = torch.arange(VALUES, dtype=torch.float32)
     rounds.shard = Vector(initial)
-    rounds.outer = OuterOptimizer(initial, None, config.learning_rate, config.momentum)
+    rounds.outer = OuterOptimizer(
+        initial, None, config.learning_rate, config.momentum, data_centres
+    )
     rounds.bounds = fragment_bounds(VALUES, config.fragments)
-    rounds.link = Mirror()
+    rounds.link = Mirror(data_centres)
     return rounds
 
 
@@ -114,6 +119,19 @@ def test_a_late_anchor_is_mixed_with_the_steps_since(mixing, share: float) -> No
     assert torch.equal(rounds.outer.anchor, initial + 4)
     torch.testing.assert_close(rounds.shard.values, share * train_on + (1 - share) * (initial + 4))
     assert rounds.flights == []
+
+
+@pytest.mark.parametrize(
+    ("delay", "second", "applied"), [(0, 5, 5), (1, 6, 6), (2, 6, 7), (3, 7, 8)]
+)
+def test_more_data_centres_send_sums_half_way(delay: int, second: int, applied: int) -> None:
+    """Pieces after iteration 5, their sums at an iteration that all data centres know."""
+    rounds = local_steps(data_centres=4, steps=5, delay=delay)
+    train(rounds, applied)
+    assert rounds.link.started == [5, second]
+    assert rounds.shard.published == 1 and rounds.flights == []
+    # The mean of equal pieces is the piece: five steps of +1.
+    assert torch.equal(rounds.outer.anchor, torch.arange(VALUES, dtype=torch.float32) + 5)
 
 
 def test_fragments_take_turns() -> None:

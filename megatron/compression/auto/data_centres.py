@@ -5,8 +5,9 @@
 estimate.py calls this with its prediction of an iteration inside a data centre. With N values, b
 bits a value, C data centres, H local steps of t seconds, a delay of D iterations and P fragments:
 
-    sent      (C - 1) N b / 8                  bytes by each data centre in a round
-    seconds   8 sent / bandwidth + P (C - 1) latency
+    sent      N b / 8                     bytes by each of two data centres in a round
+              2 (C - 1) / C N b / 8       of more: a piece for each, and the sum of a piece to all
+    seconds   8 sent / bandwidth + P times the latencies of an exchange: 1, or 1 + (C - 1)
     waits     what does not fit into D iterations, P times a round
     least     the bandwidth at which a fragment passes in D iterations, and a round in H
 
@@ -80,10 +81,14 @@ def predict(
         link: of each of them.
     """
     codec = settings.codec or IdentityCodec()
-    receivers = data_centres - 1
-    bits = receivers * values * codec.bits_per_value()
+    bits = values * codec.bits_per_value()
+    messages = 1
+    if data_centres > 2:
+        bits *= 2 * (data_centres - 1) / data_centres
+        # The sums are passed on from one to the next.
+        messages = data_centres
     fragments = settings.fragments
-    latency = receivers * link.latency
+    latency = messages * link.latency
     seconds_of_fragment = bits / fragments / link.bandwidth + latency
     seconds = fragments * seconds_of_fragment
     # Fragments are sent one after the other. A fragment has its delay, and all of them together have the round.

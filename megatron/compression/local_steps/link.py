@@ -47,7 +47,9 @@ class Exchange:
     iteration: int
     """Of this run, after which it was started."""
     payload: torch.Tensor
-    """uint8 ``[bytes]``, this data centre's."""
+    """uint8 ``[bytes]``, this data centre's for all; of a scatter ``[data centres, bytes]``."""
+    is_scatter: bool = False
+    """The payload has a row for each data centre, which gets that row alone."""
     ready: Any = None
     """The CUDA event after which the payload is complete; None on a CPU."""
     payloads: torch.Tensor | None = None
@@ -170,7 +172,7 @@ class DataCentreLink:
             except RuntimeError:
                 self.log(f"local steps: waiting for data centre {number} to start")
 
-    def start(self, payload: torch.Tensor, iteration: int) -> Exchange:
+    def start(self, payload: torch.Tensor, iteration: int, is_scatter: bool = False) -> Exchange:
         """Start to exchange payloads with the other data centres.
 
         Collective over the data centres, in the same order on each.
@@ -178,8 +180,9 @@ class DataCentreLink:
         Args:
             payload: uint8 ``[bytes]``, of one size in all data centres; not changed afterwards.
             iteration: of this run.
+            is_scatter: ``[data centres, bytes]``: each data centre gets its row, and one of each.
         """
-        exchange = Exchange(iteration, payload)
+        exchange = Exchange(iteration, payload, is_scatter)
         if payload.is_cuda:
             exchange.ready = torch.cuda.Event()
             exchange.ready.record()
@@ -214,8 +217,13 @@ class DataCentreLink:
         on_gpu = exchange.ready is not None
         if on_gpu:
             payload = self._copy_to_host(payload, exchange.ready)
-        payloads = torch.empty(self.size, len(payload), dtype=torch.uint8, pin_memory=on_gpu)
-        self._group.allgather([list(payloads)], [payload]).wait()
+        row = payload.shape[-1]
+        payloads = torch.empty(self.size, row, dtype=torch.uint8, pin_memory=on_gpu)
+        if exchange.is_scatter:
+            # Rows of equal length, so no lengths are given.
+            self._group.alltoall_base(payloads, payload, [], []).wait()
+        else:
+            self._group.allgather([list(payloads)], [payload]).wait()
         return payloads
 
     def _copy_to_host(self, payload: torch.Tensor, ready: Any) -> torch.Tensor:

@@ -28,6 +28,7 @@ from megatron.compression.local_steps.masters import MasterShard
 from megatron.compression.local_steps.outer_optimizer import OuterOptimizer
 from megatron.compression.local_steps.samples import take_share
 from megatron.compression.local_steps.schedule import fragment_bounds
+from taco_kernels.common import ceil_div
 
 TRAFFIC = "dp.outer"
 """The ledger's class of what crosses between data centres."""
@@ -44,6 +45,8 @@ class Flight:
     """None: its payloads come from a checkpoint."""
     payloads: torch.Tensor | None = None
     """uint8 ``[data centres, bytes]``, where they have arrived."""
+    is_summed: bool = True
+    """False while pieces are on their way to be summed, between more than two data centres."""
 
 
 class LocalSteps:
@@ -116,7 +119,8 @@ class LocalSteps:
         )
         self.link.agree(config.common() | parallel_sizes() | {"the iteration": iteration})
         self._compare_weights(iteration)
-        sent = sum(self._payload_bytes(fragment) for fragment in range(config.fragments))
+        payload = sum(self._payload_bytes(fragment) for fragment in range(config.fragments))
+        sent = (2 if self._sends_pieces else 1) * payload
         self.log(
             f"local steps: all {config.data_centres} data centres have met; rank 0 sends "
             f"{sent / 1e6:,.3f} MB a round to each other one"
@@ -152,7 +156,15 @@ class LocalSteps:
                 "not loaded"
             )
         masters = self.shard.read(0, self.shard.numel)
-        self.outer = OuterOptimizer(masters, config.codec, config.learning_rate, config.momentum)
+        spans = [self._span_sent(fragment) for fragment in range(config.fragments)]
+        self.outer = OuterOptimizer(
+            masters,
+            config.codec,
+            config.learning_rate,
+            config.momentum,
+            config.data_centres,
+            spans,
+        )
         if tensors is None:
             return
         same_data_centres = saved["data_centres"] == config.data_centres
@@ -175,11 +187,11 @@ class LocalSteps:
     def _restore_flights(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         if saved["messages"] != self._messages():
             return
-        for number, (fragment, iteration) in enumerate(saved["flights"]):
+        for number, (fragment, iteration, is_summed) in enumerate(saved["flights"]):
             payloads = tensors.get(f"flight.{number}")
             if payloads is None:
-                payloads = torch.empty(self.config.data_centres, 0, dtype=torch.uint8)
-            self.flights.append(Flight(fragment, iteration, None, payloads))
+                payloads = self._nothing()
+            self.flights.append(Flight(fragment, iteration, None, payloads, is_summed))
 
     def _compare_weights(self, iteration: int) -> None:
         """Refuse data centres whose anchors or layouts differ."""
@@ -215,6 +227,11 @@ class LocalSteps:
         # Sent before anything is applied: without a delay a fragment does both in this iteration.
         for fragment in schedule.starting(iteration):
             self._send(fragment, iteration)
+        # Half-way, so that both exchanges have the same time; by the iteration, not by what has
+        # arrived, since all data centres start exchanges in the same order.
+        for flight in self.flights:
+            if iteration == flight.iteration + ceil_div(self.config.delay, 2):
+                self._send_sum(flight, iteration)
         ending = schedule.ending(iteration)
         if not ending:
             return
@@ -230,24 +247,63 @@ class LocalSteps:
         return begin, max(begin, min(end, self.shard.sent))
 
     def _payload_bytes(self, fragment: int) -> int:
+        """Return the bytes of one payload of a fragment: of all of it, or of a piece."""
         begin, end = self._span_sent(fragment)
         codec = self.config.codec or IdentityCodec()
-        return codec.payload_bytes((end - begin,)) if end > begin else 0
+        pieces = self.config.data_centres if self._sends_pieces else 1
+        return codec.payload_bytes((ceil_div(end - begin, pieces),)) if end > begin else 0
+
+    @property
+    def _sends_pieces(self) -> bool:
+        """True where each data centre sums a piece; two send each other everything."""
+        return self.config.data_centres > 2
+
+    def _nothing(self) -> torch.Tensor:
+        """Return the payloads of a fragment that this rank has nothing of."""
+        return torch.empty(self.config.data_centres, 0, dtype=torch.uint8)
 
     def _send(self, fragment: int, iteration: int) -> None:
         """Encode this rank's difference of a fragment, and start to exchange it."""
         begin, end = self._span_sent(fragment)
-        if end > begin:
-            payload = self.outer.encode(self.shard.read(begin, end), begin)
+        if end == begin:
+            # The ranks of this number have nothing of it in any data centre.
+            self.flights.append(Flight(fragment, iteration, None, self._nothing()))
+            return
+        weights = self.shard.read(begin, end)
+        if self._sends_pieces:
+            payload = self.outer.encode_pieces(weights, begin)
         else:
-            payload = torch.empty(0, dtype=torch.uint8)
-        self.flights.append(Flight(fragment, iteration, self.link.start(payload, iteration)))
+            payload = self.outer.encode(weights, begin)
+        exchange = self.link.start(payload, iteration, is_scatter=self._sends_pieces)
+        flight = Flight(fragment, iteration, exchange, is_summed=not self._sends_pieces)
+        self.flights.append(flight)
+        self._count(fragment, "all_to_all" if self._sends_pieces else "all_gather")
+
+    def _send_sum(self, flight: Flight, iteration: int) -> None:
+        """Sum this data centre's piece of a fragment, and start to send the sum to all; only once,
+        and nothing where no pieces are sent."""
+        if flight.is_summed:
+            return
+        begin, end = self._span_sent(flight.fragment)
+        pieces = self._arrived(flight).to(self.shard.device)
+        payload = self.outer.encode_sum(pieces, begin, end)
+        flight.exchange = self.link.start(payload, iteration)
+        flight.payloads = None
+        flight.is_summed = True
+        self._count(flight.fragment, "all_gather")
+
+    def _count(self, fragment: int, operation: str) -> None:
+        """Count one exchange of a fragment: a payload to each other data centre."""
+        begin, end = self._span_sent(fragment)
         receivers = self.config.data_centres - 1
-        sent = receivers * payload.numel()
-        self.ledger.record(TRAFFIC, "compressed", "all_gather", sent, link="inter")
-        uncompressed = receivers * 4 * (end - begin)
-        operation = "instead_of_all_gather"
-        self.ledger.record(TRAFFIC, "compressed", operation, 0, uncompressed, link="inter")
+        sent = receivers * self._payload_bytes(fragment)
+        self.ledger.record(TRAFFIC, "compressed", operation, sent, link="inter")
+        values = end - begin
+        if self._sends_pieces:
+            values = ceil_div(values, self.config.data_centres)
+        uncompressed = receivers * 4 * values
+        instead = f"instead_of_{operation}"
+        self.ledger.record(TRAFFIC, "compressed", instead, 0, uncompressed, link="inter")
 
     def _arrived(self, flight: Flight) -> torch.Tensor:
         """Return uint8 ``[data centres, bytes]`` of a flight; wait for it if need be."""
@@ -257,10 +313,13 @@ class LocalSteps:
 
     def _apply(self, flight: Flight, iteration: int) -> None:
         """Move the anchor by what all data centres have sent, and the masters towards it."""
+        self._send_sum(flight, iteration)  # without a delay, or with one of an iteration
         payloads = self._arrived(flight).to(self.shard.device)
         # A copy of the tied embedding that is not the first was not sent: it is broadcast below.
         begin, end = self._span_sent(flight.fragment)
-        if end > begin:
+        if end > begin and self._sends_pieces:
+            self.outer.step_sums(payloads, begin, end)
+        elif end > begin:
             self.outer.step(payloads, begin, end)
         # The fragment in whole from here on.
         begin, end = self.bounds[flight.fragment]
@@ -326,7 +385,7 @@ class LocalSteps:
             tensors["weights"] = self.shard.weights()
         for number, flight in enumerate(self.flights):
             tensors[f"flight.{number}"] = self._arrived(flight)
-        flights = [[flight.fragment, flight.iteration] for flight in self.flights]
+        flights = [[f.fragment, f.iteration, f.is_summed] for f in self.flights]
         plain = {
             "data_centres": self.config.data_centres,
             "messages": self._messages(),
@@ -357,7 +416,11 @@ class LocalSteps:
             return templates
         if self.config.codec is not None:
             templates["residual"] = torch.zeros_like(templates["anchor"])
-        for number, (fragment, _) in enumerate(saved["flights"]):
+            spans = [self._span_sent(fragment) for fragment in range(self.config.fragments)]
+            for begin, end in spans if self._sends_pieces else ():
+                size = ceil_div(end - begin, self.config.data_centres)
+                templates[f"sum_residual.{begin}"] = torch.zeros(size, device=shard.device)
+        for number, (fragment, _, _) in enumerate(saved["flights"]):
             size = self._payload_bytes(fragment)
             payloads = torch.zeros(self.config.data_centres, size, dtype=torch.uint8)
             templates[f"flight.{number}"] = payloads
