@@ -33,7 +33,9 @@ from megatron.compression.codecs import parse_codec
 from megatron.compression.local_steps.config import LocalStepsConfig
 from megatron.compression.local_steps.outer_optimizer import OuterOptimizer
 from megatron.compression.report.render import table
+from scripts.accuracy import layers
 from scripts.accuracy.data_parallel import DataParallel
+from scripts.accuracy.exchange import Exchange
 from scripts.accuracy.results import BASE, estimate, load
 from scripts.accuracy.run import SIZES, claim, prepare, sizes
 from scripts.accuracy.settings import setting_of
@@ -166,6 +168,10 @@ def run_setting(trainer: Trainer, setting: Setting, checkpoint: Path, seed: int)
         losses), and seconds_per_step.
     """
     schedule = trainer.schedule
+    # Inside a data centre nothing is compressed.
+    uncompressed = setting_of(BASE)
+    layers.attach(Exchange(uncompressed))
+    trainer.model.use(uncompressed)
     state = torch.load(checkpoint, map_location=trainer.device)
     trainer.load(checkpoint)
     first = trainer.step
@@ -273,6 +279,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = prepare(args)
     use_deterministic_kernels()
     config, schedule = sizes(args)
+    for setting in settings:
+        if schedule.batch % setting.data_centres:
+            sys.exit(f"error: {setting.name}: {schedule.batch} sequences a step cannot be shared")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = GPT(config, compile_blocks=device == "cuda").to(device)
     max_valid_tokens = 2048 if args.size == "tiny" else 2_000_000
