@@ -6,6 +6,7 @@ import torch
 
 from megatron.compression.communication.ledger import Ledger
 from megatron.compression.communication.meter import ErrorMeter
+from megatron.compression.loss_meter import LossCost
 from megatron.compression.report import Reporter
 from megatron.compression.report.reporter import _by_name, _totals
 from tests.unit.one_rank import one_rank  # noqa: F401  (a fixture for every test here)
@@ -54,6 +55,26 @@ def test_an_evaluation_is_not_counted_as_training() -> None:
     assert ledger.totals()["tp.forward"]["compressed"] == (200, 800)
     assert ledger.totals("eval")["tp.forward"]["compressed"] == (14, 56)
     assert ledger.between_nodes()["dp.gradient"] == (0, 0)
+
+
+def test_the_cost_in_loss_is_tracked_and_stored(tmp_path) -> None:
+    """Beside the row of the log interval, which has the losses."""
+    tracked = []
+    reporter = _reporter(tmp_path, track=lambda values, iteration: tracked.append(values))
+    reporter.on_training_log(1, _loss(2.0))
+    reporter.on_training_log(2, _loss(2.0))
+    tracked.clear()
+    reporter.on_loss_cost(2, LossCost(0.5, 0.1, 8))
+    assert tracked == [
+        {
+            "compression/cost in % of loss": 0.5,
+            "compression/standard error of the cost": 0.1,
+        }
+    ]
+    interval, cost = _rows(tmp_path)
+    assert interval["losses"] == {"lm loss": 2.0}
+    assert cost["iteration"] == 2
+    assert cost["cost"] == {"percent": 0.5, "standard_error": 0.1, "pairs": 8, "broken_pairs": 0}
 
 
 def test_bytes_are_those_of_one_iteration(tmp_path) -> None:
