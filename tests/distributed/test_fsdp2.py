@@ -822,7 +822,9 @@ def refusals_worker(rank: int, ranks: int) -> None:
         with pytest.raises(CompressionConfigError, match=message):
             attach(model, **arguments)
     with pytest.raises(CompressionConfigError, match="weight is replicated; use fully_shard"):
-        attach(replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (ranks,))))
+        # torch 2.10's wants the dimension to have a name.
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("replicas",))
+        attach(replicate(nn.Linear(2, 2), mesh=mesh))
 
 
 def test_refusals() -> None:
