@@ -1,11 +1,14 @@
 """Blocks in turn: the order of a forward and a backward, and what is refused."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.compression.codecs import Codec, parse_codec
+from megatron.compression.communication import Work
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.flags import resolve
 from megatron.compression.tensor_parallel import functions
@@ -16,6 +19,7 @@ from megatron.compression.tensor_parallel.functions import (
     row_parallel_linear,
 )
 from megatron.compression.tensor_parallel.halves import Block, interleave
+from megatron.compression.tensor_parallel.halves_messages import ColumnStandIn, RowStandIn
 from tests.unit.megatron_args import parsed
 from tests.unit.test_overlap import OneRankSite
 
@@ -162,6 +166,41 @@ def test_what_is_recomputed_is_not_kept(recomputes: dict, kept: set[str]) -> Non
     # Sums are not sent again.
     sent = [line for line in actual.backward if "start" in line]
     assert sent == [line for line in expected.backward if "start" in line]
+
+
+class _SumSite:
+    """A site of two ranks whose sums write down where they go."""
+
+    group = SimpleNamespace(size=lambda: 2)
+
+    def __init__(self, codec: Codec | None) -> None:
+        self.codec = codec
+        self.sums: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def message(self, traffic: str, operation: str, nbytes: int) -> SimpleNamespace:
+        def start(x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
+            self.sums.append((x, out))
+            return Work.completed(x)
+
+        return SimpleNamespace(codec=self.codec, operation=operation, site=self, start=start)
+
+
+@pytest.mark.parametrize(
+    ("codec", "operation", "is_in_place"),
+    [(None, "all_reduce", True), ("int8", "all_reduce", False), (None, "reduce_scatter", False)],
+)
+def test_an_uncompressed_sum_is_in_place(
+    codec: str | None, operation: str, is_in_place: bool
+) -> None:
+    """In both directions, so that no copy of the addend is made."""
+    site = _SumSite(codec and parse_codec(codec))
+    x = torch.ones(4, 1, WIDTH)
+    RowStandIn(site).pair("tp.forward", None, x.nbytes).forward(operation).start(x)
+    ColumnStandIn(site).pair(None, "tp.backward", x.nbytes).backward(operation).start(x)
+    assert len(site.sums) == 2
+    for addend, out in site.sums:
+        assert addend is x
+        assert out is (x if is_in_place else None)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ class OneRankMessage:
     """An all-reduce of one rank."""
 
     operation = "all_reduce"
+    codec = None
 
     def __init__(self, site: "OneRankSite", traffic: str) -> None:
         self.site = site

@@ -159,8 +159,13 @@ class _OutputSum:
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         message = self._message
         stand_in = self._stand_in
+        destination = None
+        if message.codec is None and message.operation == "all_reduce":
+            # In the place of the layer's product, which nobody else reads: torch.distributed sums
+            # in place, and a sum elsewhere costs a copy. A product that is encoded is free at once.
+            destination = x
         # Not waited for: BlockInput.compute does.
-        stand_in.total = message.start(x)
+        stand_in.total = message.start(x, destination)
         stand_in.dtype = x.dtype
         tokens = x.shape[0]
         if message.operation == "reduce_scatter":
@@ -183,7 +188,10 @@ class _InputGradientSum:
 
     def start(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Work:
         message = self._message
-        work = message.start(x)
+        destination = None
+        if message.codec is None and message.operation == "all_reduce":
+            destination = x  # as in _OutputSum
+        work = message.start(x, destination)
         # BlockInputBackward waits for it, a block later.
         self._stand_in.gradient = work
         tokens = x.shape[0]
