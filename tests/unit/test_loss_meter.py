@@ -349,11 +349,14 @@ class Meter:
 class AutoRun:
     """A run of ``--compression auto`` whose session takes what ``Safety`` gives it."""
 
-    def __init__(self, **specs: str) -> None:
+    def __init__(self, **specs: str | tuple[str, str]) -> None:
         self.args = parsed(pipeline_model_parallel_size=2)
         self.config = CompressionConfig(auto=("data_parallel",))
         for name, spec in specs.items():
-            changed = dataclasses.replace(getattr(self.config, name), compression=spec, min_mb=0)
+            first, second = (spec, None) if isinstance(spec, str) else spec
+            changed = dataclasses.replace(
+                getattr(self.config, name), compression=first, backward=second, min_mb=0
+            )
             self.config = dataclasses.replace(self.config, **{name: changed})
         ledger = Ledger()
         self.run = Run(Policy(self.config.rules(), ledger), ledger)
@@ -407,6 +410,19 @@ class TestSafety:
         assert len(run.lines) == 2
         (decided,) = run.plan.dimensions
         assert (decided.link, decided.chosen, decided.name) == ("a link", False, "none")
+
+    def test_two_codecs_of_one_recipe_step_down_together(self) -> None:
+        """Between them lies the recipe of 6 bits in both directions."""
+        run = AutoRun(tensor_parallel=("int6:outliers=on", "int5:outliers=on"))
+        run.look(0.5, 20)
+        settings = run.config.tensor_parallel
+        assert (settings.compression, settings.backward) == ("int6:outliers=on", None)
+
+    def test_a_setting_of_the_users_own_steps_down_to_the_safest(self) -> None:
+        run = AutoRun(tensor_parallel=("int4", "int6"))
+        run.look(0.5, 20)
+        settings = run.config.tensor_parallel
+        assert (settings.compression, settings.backward) == ("int8:outliers=on", None)
 
     def test_a_codec_that_breaks_the_loss_goes_at_once(self) -> None:
         run = AutoRun(tensor_parallel="int4")

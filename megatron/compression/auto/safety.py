@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.compression.auto.measurement import dimension_config
-from megatron.compression.auto.plan import DimensionPlan, RunPlan, within
+from megatron.compression.auto.plan import DimensionPlan, RunPlan
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.config import CompressionConfig
 from megatron.compression.errors import CompressionConfigError
@@ -118,7 +118,7 @@ class Safety:
         config = self._session.config
         present = getattr(config, dimension)
         specs = ", back ".join(spec for spec in present.specs if spec)
-        recipe = self._safer(plan, dimension)
+        recipe = self._safer(dimension)
         # Settings of the user's own are replaced as a whole.
         settings = without_codecs(present)
         name = UNCOMPRESSED
@@ -145,37 +145,41 @@ class Safety:
         line = f"{title}: {reason}: {taken} after iteration {iteration}"
         self._changed(_with(plan, changed), line)
 
-    def _safer(self, plan: RunPlan, dimension: str) -> Recipe | None:
+    def _safer(self, dimension: str) -> Recipe | None:
         """Return the recipe of a dimension that comes next in cost after the present one; None:
         uncompressed is safer alone.
 
+        A setting of the user's own has no known place among the recipes: after it comes the safest.
         Lossless is left out: what it gains here nobody has measured, and passes with an overflow
         would have to be repeated, which is arranged at the start.
         """
-        present = [
+        config = self._session.config
+        present = getattr(config, dimension)
+        opened = replace(config, **{dimension: without_codecs(present)})
+        possible = [
             recipe
-            for decided in plan.dimensions
-            for recipe in RECIPES[dimension]
-            if decided.dimension == dimension and decided.chosen and decided.name == recipe.name
+            for recipe in sorted(RECIPES[dimension], key=lambda recipe: recipe.loss)
+            if not recipe.exact and self._is_possible(opened, dimension, recipe)
         ]
-        if present:
-            candidates = [recipe for recipe in RECIPES[dimension] if recipe.loss < present[0].loss]
-        else:
-            # A setting of the user's own has no known place among the recipes.
-            candidates = within(self._budget, dimension)
-        opened = replace(
-            self._session.config,
-            **{dimension: without_codecs(getattr(self._session.config, dimension))},
-        )
-        for recipe in sorted(candidates, key=lambda recipe: -recipe.loss):
-            if recipe.exact:
-                continue
-            try:
-                dimension_config(opened, dimension, recipe, self._args)
-            except CompressionConfigError:
-                continue
-            return recipe
-        return None
+        for recipe in RECIPES[dimension]:
+            if (recipe.compression, recipe.backward) == (present.compression, present.backward):
+                safer = [candidate for candidate in possible if candidate.loss < recipe.loss]
+                return safer[-1] if safer else None
+        return possible[0] if possible else None
+
+    def _is_possible(self, opened: CompressionConfig, dimension: str, recipe: Recipe) -> bool:
+        """Return whether a recipe goes with this run.
+
+        Args:
+            opened: the run's settings without codecs of the dimension.
+            dimension: its name.
+            recipe: one of the dimension's.
+        """
+        try:
+            dimension_config(opened, dimension, recipe, self._args)
+        except CompressionConfigError:
+            return False
+        return True
 
 
 def without_codecs(settings: Any) -> Any:
