@@ -46,6 +46,7 @@ Invariants:
 - A weight that both halves use is one leaf of one graph: its gradients are added on the stream one
   after the other, and DDP's hook runs once, after both.
 - Layers do not know of this: they send by stand-ins for their sites (halves_messages.py).
+- Recomputation leaves the graph, and so the order, as it is (halves_recompute.py).
 """
 
 from collections.abc import Callable, Sequence

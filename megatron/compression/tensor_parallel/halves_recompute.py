@@ -100,16 +100,16 @@ class Recomputation:
     def _is_kept(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype == torch.uint8 or _memory_of(tensor) in self._parameters
 
-    def _unpack(self, kept: Any) -> torch.Tensor:
+    def _unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor that a node has saved, or one of the same values."""
-        if isinstance(kept, _OfInput):
-            return self._input().as_strided(kept.size, kept.stride, kept.offset)
-        if isinstance(kept, _Number):
+        if isinstance(packed, _OfInput):
+            return self._input().as_strided(packed.size, packed.stride, packed.offset)
+        if isinstance(packed, _Number):
             if self._saved_again is None:
                 self._saved_again = self._save_again()
             # Each is asked for once a backward, and is the node's then.
-            return self._saved_again.pop(kept.value)
-        return kept
+            return self._saved_again.pop(packed.value)
+        return packed
 
     @torch.no_grad()
     def _input(self) -> torch.Tensor:
@@ -153,5 +153,5 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _never(kept: None) -> torch.Tensor:
+def _never(packed: None) -> torch.Tensor:
     raise RuntimeError("the graph of a module that runs again has no backward")
