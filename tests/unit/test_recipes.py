@@ -33,15 +33,15 @@ def rows() -> list[tuple[str, float, str]]:
     result = []
     for recipe, row in zip(RECIPES["tensor_parallel"], TENSOR_ROWS, strict=False):
         pattern = rf"^\| {row} \|(?:[^|]*\|){{2}} \+([\d.]+) ±"
-        result.append((recipe.name, recipe.loss, pattern))
+        result.append((recipe.name, recipe.small, pattern))
     for dimension, specs in SPEC_ROWS.items():
         flag = PARALLELISMS[dimension].flag
         for recipe, spec in zip(RECIPES[dimension], specs, strict=False):
             pattern = rf"^\| `{flag} {spec}`.*?\| \+([\d.]+) [±|]"
-            result.append((recipe.name, recipe.loss, pattern))
+            result.append((recipe.name, recipe.small, pattern))
     for recipe in RECIPES["expert_parallel"]:
         pattern = rf"^\| `--ep-compression {recipe.name}` \|[^|]*\|[^|]*\| ([-+][\d.]+) ±"
-        result.append((recipe.name, recipe.loss, pattern))
+        result.append((recipe.name, recipe.small, pattern))
     return result
 
 
