@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.compression import CompressionConfig, CompressionConfigError, parse_codec
-from megatron.compression.codecs.recipes import NAMED, RECIPES, TACO_PAPER
+from megatron.compression.codecs.recipes import NAMED, RECIPES, TACO_PAPER, Recipe
 from megatron.compression.flags import resolve
 from megatron.compression.names import PARALLELISMS
 from tests.unit.megatron_args import EXPERTS, parsed
@@ -61,9 +61,46 @@ def test_five_recipes_have_names() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_recipe_with_a_name_costs_a_tenth_of_a_percent_at_most(name: str) -> None:
+def test_what_a_recipe_with_a_name_costs_at_most(name: str) -> None:
+    """A tenth of a percent of a small model, and little more of a pretrained one."""
     _, recipe = NAMED[name]
-    assert recipe.loss <= 0.1
+    assert recipe.small <= 0.1
+    assert recipe.loss <= 0.15
+
+
+def test_the_worse_cost_counts() -> None:
+    assert Recipe("int8", small=0.1, pretrained=0.2).loss == 0.2
+    assert Recipe("int8", small=0.3, pretrained=0.2).loss == 0.3
+    assert Recipe("int8", small=0.3).loss == 0.3
+
+
+@pytest.mark.parametrize("dimension", RECIPES)
+def test_a_dimension_is_measured_on_pretrained_models_as_a_whole_or_not(dimension: str) -> None:
+    """A recipe without that cost would look better than one of more bits that has it."""
+    measured = {recipe.pretrained is None for recipe in RECIPES[dimension] if not recipe.exact}
+    assert len(measured) == 1
+
+
+PRETRAINED = ACCURACY[ACCURACY.index("### A pretrained model") :]
+PRETRAINED = PRETRAINED[: PRETRAINED.index("\n### ", 4)]
+
+
+@pytest.mark.parametrize(
+    ("dimension", "recipe", "row"),
+    [
+        ("tensor_parallel", 0, r"`int6:outliers=on` .*?\|.*?\|.*?\| \+([\d.]+)"),
+        ("tensor_parallel", 1, r"`int8` .*?\|.*?\|.*?\| \+([\d.]+)"),
+        ("tensor_parallel", 4, r"`int5:outliers=on` .*?\|.*?\|.*?\| \+([\d.]+)"),
+        ("pipeline_parallel", 0, r"`pipeline-6bit`, its forward codec \| \+([\d.]+)"),
+        ("pipeline_parallel", 1, r"the same in 5 bits \| \+([\d.]+)"),
+        ("pipeline_parallel", 2, r"the same in 4 bits \| \+([\d.]+)"),
+    ],
+)
+def test_costs_on_a_pretrained_model_are_those_of_the_results(
+    dimension: str, recipe: int, row: str
+) -> None:
+    [cost] = re.findall(rf"^\| {row}", PRETRAINED, re.M)
+    assert float(cost) == RECIPES[dimension][recipe].pretrained
 
 
 @pytest.mark.parametrize("dimension", RECIPES)
