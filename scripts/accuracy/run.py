@@ -24,7 +24,12 @@ from scripts import _corpus
 from scripts._launch import ROOT, gpu_count
 from scripts.accuracy.results import BASE, load, tables
 
-SIZES = ("111m", "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny")
+WIDTHS = {"30m": (10, 384), "60m": (14, 512), "111m": (12, 768), "210m": (14, 1024)}
+"""Layers and hidden sizes of the models that show the trend with size; heads are of 64 channels."""
+SIZES = (*WIDTHS, "350m", "qwen2.5-0.5b", "qwen3-0.6b", "tiny")
+STEPS = 1232
+"""Of a whole run of 111 M parameters. Those of the other sizes of WIDTHS see as many tokens for each
+parameter: 0.36."""
 LATE = 3 / 4
 """The part of the schedule after which the settings start."""
 SETTINGS = ("none-tp2", "int8", "taco", "int6", "int6,,int5", "int5/int6,,int5", "int5", "int4")
@@ -39,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--work-dir", type=Path, required=True, help="folder of corpus, checkpoints and results")
     add("--settings", nargs="+", default=SETTINGS, help="codecs, joined by + (settings.py)")
-    add("--steps", type=int, default=1232, help="steps of a whole run (default: 1232)")
+    add("--steps", type=int, help=f"steps of a whole run (default: {STEPS}, of 30m to 210m by size)")
     add("--seeds", type=int, default=3, help="how many (default: 3)")
     add(
         "--minutes",
@@ -60,7 +65,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.work_dir = args.work_dir.resolve()
     args.settings = [name for name in args.settings if name != BASE]
+    if args.steps is None:
+        args.steps = default_steps(args.size)
     return args
+
+
+def parameters_of(size: str) -> int:
+    """Return the parameters of a size of WIDTHS, with 16384 tokens and sequences of 1024."""
+    layers, hidden = WIDTHS[size]
+    embeddings = (2 * 16384 + 1024) * hidden  # input, output and positions
+    # A layer has 12 h^2 in its matrices, and 13 h in their biases and its norms.
+    return embeddings + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+
+
+def default_steps(size: str) -> int:
+    """Return how many steps a whole run of a size has."""
+    if size not in WIDTHS:
+        return STEPS
+    return round(STEPS * parameters_of(size) / parameters_of("111m"))
 
 
 def claim(args: argparse.Namespace) -> None:
@@ -111,11 +133,12 @@ def sizes(args: argparse.Namespace):
             vocabulary=512, layers=2, hidden=64, heads=2, sequence=32, dtype=torch.float32
         )
         schedule = Schedule(args.steps, batch=4, warmup=5)
+    elif args.size in WIDTHS:
+        layers, hidden = WIDTHS[args.size]
+        model = ModelConfig(layers=layers, hidden=hidden, heads=hidden // 64)
+        schedule = Schedule(args.steps)
     elif args.size == "350m":
         model = ModelConfig(layers=24, hidden=1024, heads=16)
-        schedule = Schedule(args.steps)
-    else:
-        model = ModelConfig()
         schedule = Schedule(args.steps)
     return model, schedule
 
