@@ -44,7 +44,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--work-dir", type=Path, required=True, help="folder of corpus, checkpoints and results")
     add("--settings", nargs="+", default=SETTINGS, help="codecs, joined by + (settings.py)")
-    add("--steps", type=int, help=f"steps of a whole run (default: {STEPS}, of 30m to 210m by size)")
+    add(
+        "--steps", type=int, help=f"steps of a whole run (default: {STEPS}, of 30m to 210m by size)"
+    )
     add("--seeds", type=int, default=3, help="how many (default: 3)")
     add(
         "--minutes",
