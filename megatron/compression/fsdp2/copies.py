@@ -150,7 +150,9 @@ def copies_in(
     """
     spans: list[tuple[int, int]] = []
     position = 0
-    for parameter, size in zip(group.parameters, group.shard_sizes, strict=True):
+    # Gradients of one group have one type; its weights may have several, and go as bytes then.
+    sizes = group.shard_sizes if with_gradients else group.row_sizes
+    for parameter, size in zip(group.parameters, sizes, strict=True):
         if with_gradients and not parameter.requires_grad:
             continue  # FSDP leaves a frozen parameter out of the row
         end = position + size

@@ -67,6 +67,29 @@ _PARAMETER_NAMES = (
 )
 
 
+@dataclass(frozen=True)
+class GatherPart:
+    """The weights of one type in a gather's row of several types."""
+
+    dtype: torch.dtype
+    spans: tuple[tuple[int, int], ...]
+    """Begin and end of each shard in the row, in bytes."""
+
+    def values(self, row: torch.Tensor) -> torch.Tensor:
+        """Return ``[n]`` of this type, copied from a row, uint8 ``[bytes]``."""
+        # Together they begin at an address that fits the type; in the row they may not.
+        return torch.cat([row[begin:end] for begin, end in self.spans]).view(self.dtype)
+
+    def write(self, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write ``[W, n]`` of this type into their places in rows, uint8 ``[W, bytes]``."""
+        as_bytes = values.view(torch.uint8)
+        position = 0
+        for begin, end in self.spans:
+            size = end - begin
+            rows[:, begin:end] = as_bytes[:, position : position + size]
+            position += size
+
+
 @dataclass(frozen=True, eq=False)
 class ParameterGroup:
     """The parameters that one module of ``fully_shard`` gathers and reduces together."""
@@ -104,10 +127,41 @@ class ParameterGroup:
     @property
     def gather_dtypes(self) -> set[torch.dtype]:
         """The types that the weights are gathered in."""
-        return {
+        return set(self._gathered_in)
+
+    @property
+    def _gathered_in(self) -> list[torch.dtype]:
+        """The type that each parameter is gathered in."""
+        return [
             shard.mp_policy.param_dtype or shard.sharded_param.dtype
             for shard in self.fsdp.fsdp_params
-        }
+        ]
+
+    @property
+    def gathers_bytes(self) -> bool:
+        """True where a gather's row has several types: FSDP then gives it as uint8."""
+        return len(self.gather_dtypes) > 1
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """Elements of each shard in a gather's row: values, or bytes where it has several types."""
+        if not self.gathers_bytes:
+            return self.shard_sizes
+        return [
+            size * dtype.itemsize
+            for size, dtype in zip(self.shard_sizes, self._gathered_in, strict=True)
+        ]
+
+    def gather_parts(self) -> list["GatherPart"]:
+        """Return where each type lies in a gather's row of several types."""
+        spans: dict[torch.dtype, list[tuple[int, int]]] = {}
+        position = 0
+        for size, dtype in zip(self.row_sizes, self._gathered_in, strict=True):
+            end = position + size
+            if size:
+                spans.setdefault(dtype, []).append((position, end))
+            position = end
+        return [GatherPart(dtype, tuple(places)) for dtype, places in spans.items()]
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -115,10 +169,16 @@ class ParameterGroup:
         return self._gradient_dtypes[0]
 
     @property
+    def _trained(self) -> list[Any]:
+        """torch's ``FSDPParam`` of each parameter that has gradients: adapters may have another
+        type than the frozen weights beside them."""
+        return [shard for shard in self.fsdp.fsdp_params if shard.sharded_param.requires_grad]
+
+    @property
     def _gradient_dtypes(self) -> list[torch.dtype]:
-        """The type of each parameter's gradient in a reduction."""
+        """The type of each trained parameter's gradient in a reduction."""
         dtypes = []
-        for shard in self.fsdp.fsdp_params:
+        for shard in self._trained:
             policy = shard.mp_policy
             computed_in = policy.param_dtype
             if hasattr(shard, "sharded_grad_dtype"):
@@ -148,9 +208,12 @@ class ParameterGroup:
         """Ranks in that mesh."""
         return self.fsdp.mesh_info.mesh.size()
 
-    def shard(self, dtype: torch.dtype) -> torch.Tensor:
-        """``[n]``: what this rank gives to a gather, its shards end to end."""
-        return torch.cat([shard._sharded_param_data.to(dtype) for shard in self.fsdp.fsdp_params])
+    def shards(self) -> list[torch.Tensor]:
+        """Return ``[n]`` of each type: what this rank gives to a gather, its shards end to end."""
+        shards: dict[torch.dtype, list[torch.Tensor]] = {}
+        for shard, dtype in zip(self.fsdp.fsdp_params, self._gathered_in, strict=True):
+            shards.setdefault(dtype, []).append(shard._sharded_param_data.to(dtype))
+        return [torch.cat(values) for values in shards.values()]
 
     def versions(self) -> list[tuple[int, int, int]]:
         """Numbers that differ where torch has counted a change of the weights."""
@@ -190,8 +253,8 @@ class ParameterGroup:
             hasattr(shard._sharded_local_tensor, "fsdp_pre_all_gather")
             for shard in self.fsdp.fsdp_params
         )
-        if gathers and (is_fp8 or len(self.gather_dtypes) > 1):
-            return "gathers several types, or fp8; set param_dtype, or gather='none'"
+        if gathers and is_fp8:
+            return "gathers fp8; use gather='none'"
         other_dtypes = self.gather_dtypes - {torch.bfloat16, torch.float32}
         if lossless and other_dtypes:
             names = spelled_dtypes(other_dtypes)
@@ -226,7 +289,7 @@ class ParameterGroup:
         # gradients in another order than the parameters'.
         kept_in = {
             getattr(shard, "sharded_grad_dtype", None) or shard.sharded_param.dtype
-            for shard in fsdp.fsdp_params
+            for shard in self._trained
         }
         if len(set(self._gradient_dtypes)) > 1 or len(kept_in) > 1:
             return (

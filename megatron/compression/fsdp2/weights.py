@@ -6,6 +6,7 @@ that did not fit goes uncompressed on all ranks until the next such moment.
 """
 
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron.compression.communication.work import Work, join
 from megatron.compression.fsdp2.copies import IsCopy, copies_in
 from megatron.compression.fsdp2.parameter_group import (
     AllGatherOfCompression,
+    GatherPart,
     ParameterGroup,
     is_bw,
 )
@@ -71,8 +73,8 @@ class WeightGather(AllGatherOfCompression):
         payload."""
         # What is looked at now counts as known.
         self._versions = self.group.versions()
-        (dtype,) = self.group.gather_dtypes
-        return codec.overflow_flag(codec.encode(self.group.shard(dtype)[None]))
+        flags = [codec.overflow_flag(codec.encode(values[None])) for values in self.group.shards()]
+        return torch.stack(flags).amax()
 
     def check_alone(self, codec: Codec) -> None:
         """Look whether weights that were changed since they were asked about still fit.
@@ -131,24 +133,56 @@ class WeightGather(AllGatherOfCompression):
     def _start(self, codec: Codec, shard: Tensor, rows: Tensor) -> Work:
         """Start to gather every rank's ``[n]`` by a codec into ``[W, n]``, of which ``shard`` is a
         row."""
-        ledger = self.run.ledger
-        self.topology.record_plain(ledger, TRAFFIC, "all_gather", rows.nbytes)
-        # One row: the shard is encoded as a whole, over the ends of its parameters.
-        payload = codec.encode(shard[None])
-        if codec.lossless:
-            # read with the next question to the ranks: no gather waits for the host
-            self.misfit |= codec.overflow_flag(payload)
+        self.topology.record_plain(self.run.ledger, TRAFFIC, "all_gather", rows.nbytes)
+        self.buffer_bytes = 0
         copies = None
         if self.copies and not codec.lossless:
             # taken before the payload is decoded, which rounds the shard in its row
             copies = self.copies.gather(shard, rows)
-        gathered, pending = self.topology.transport(ledger, TRAFFIC).all_gather(payload)
-        self.buffer_bytes = payload.nbytes + gathered.nbytes
-        shape = shard.shape
-        work = Work(pending, lambda: codec.decode_into(gathered, shape, rows.dtype, rows))
-        if copies is None:
-            return work
-        return join([work, copies])  # in this order: copies are written over what was decoded
+        if rows.dtype == torch.uint8:  # FSDP gives a row of several types as bytes
+            works = self._start_by_type(codec, shard, rows)
+        else:
+            works = [self._start_values(codec, shard, rows)]
+        if copies is not None:
+            works.append(copies)  # last: copies are written over what was decoded
+        return works[0] if len(works) == 1 else join(works)
+
+    def _start_by_type(self, codec: Codec, shard: Tensor, rows: Tensor) -> list[Work]:
+        """Start a gather for each type of a row of several.
+
+        A LoRA adapter in fp32 beside frozen weights in bf16 is such a row: a codec encodes values of
+        one type, so each type is a message of its own.
+
+        Args:
+            codec: encodes the values of each type.
+            shard: uint8 ``[bytes]``, this rank's row.
+            rows: uint8 ``[W, bytes]``, of which ``shard`` is a row.
+        """
+        works = []
+        for part in self._parts:
+            values = part.values(shard)
+            # Decoded by themselves first: in the row another type may lie between two shards.
+            gathered = values.new_empty((len(rows), len(values)))
+            work = self._start_values(codec, values, gathered)
+            works.append(Work(work, partial(part.write, gathered, rows)))
+        return works
+
+    @cached_property
+    def _parts(self) -> list[GatherPart]:
+        """Of a row of several types; they do not change after the first pass."""
+        return self.group.gather_parts()
+
+    def _start_values(self, codec: Codec, values: Tensor, rows: Tensor) -> Work:
+        """Start to gather every rank's ``[n]`` by a codec into ``[W, n]`` of the same type."""
+        # One row: the shard is encoded as a whole, over the ends of its parameters.
+        payload = codec.encode(values[None])
+        if codec.lossless:
+            # read with the next question to the ranks: no gather waits for the host
+            self.misfit |= codec.overflow_flag(payload)
+        gathered, pending = self.topology.transport(self.run.ledger, TRAFFIC).all_gather(payload)
+        self.buffer_bytes += payload.nbytes + gathered.nbytes
+        shape = values.shape
+        return Work(pending, lambda: codec.decode_into(gathered, shape, rows.dtype, rows))
 
 
 class _Pending(dist.Work):
