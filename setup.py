@@ -19,6 +19,9 @@ for name in extras:
     if name not in COMPILED:
         dev.update(extras[name])
 
+# Not in dev: what tests/distributed/test_accelerate.py needs, which trains with real packages.
+extras["accelerate"] = ["accelerate>=1.15", "peft>=0.21", "transformers"]
+
 setup(
     # megatron/ must stay without __init__.py: it overlays the namespace of the megatron-core wheel.
     packages=find_namespace_packages(
