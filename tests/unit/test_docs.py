@@ -37,11 +37,12 @@ OTHERS = set(
     --tensor-parallel --data-parallel --pipeline-parallel
     --kitchen-config-file --kitchen-recipe-number
     --output-logit-dtype --gtp-weight-remat-size
+    --module --config
     """.split()
 )
 """Flags of other programs, by line: launchers; scripts of ours in bash; mkdocs, docker, py-spy,
 torchfrtrace; flags that scripts make by dimension; Megatron's where nvidia-kitchen is installed; those
-of a Megatron that is not released."""
+of a Megatron that is not released; torchtitan's."""
 SPEC_FLAG = re.compile(
     r"""--(tp|pp|dp|ep|cp)-compression[ =]["']?([^\s`,;:()|"']+(?::[^\s`;()|"']+)?)"""
 )
