@@ -66,7 +66,14 @@ from megatron.compression.tensor_parallel.halves_messages import (
     empty,
 )
 from megatron.compression.tensor_parallel.halves_recompute import Recomputation, outside_hooks
+from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
+from taco_kernels import residual_norm
 
+_FUSED_NORMS = (TorchLayerNorm, TorchRMSNorm)
+"""Norms that are computed together with the residual add before them."""
+
+_FUSED_NORMS = (TorchLayerNorm, TorchRMSNorm)
+"""Norms that are computed together with the residual add before them."""
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Dropout with its mask drawn: the same map for values and gradients."""
 
@@ -244,7 +251,67 @@ class BlockInput:
         if self._computed:
             return
         self._computed = True
-        stream = self._add_output()
+        residual, addend, bias, drop = self._take_output()
+        if addend is not None and drop is None and self._in_one_pass():
+            self._add_and_norm(residual, addend, bias)
+        else:
+            self._add_then_norm(residual, addend, bias, drop)
+        if self._gathers:
+            self.backward.column.start_gather(self.y)
+
+    def _in_one_pass(self) -> bool:
+        """Return whether one kernel adds to the residual stream and computes the norm."""
+        block = self.block
+        # A norm that the backward computes again must give the same bits then, by its own kernel.
+        return block is not None and not block.recomputes_norm and type(block.norm) in _FUSED_NORMS
+
+    def _take_output(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Linear | None]:
+        """Wait for the previous block's sum, and forget what is taken.
+
+        Returns: the residual stream ``[s, b, h]``, the sum that is added to it, the sum's bias, and
+            its dropout; None where there is none.
+        """
+        residual = self.residual
+        output = self.output
+        del self.residual, self.output  # nothing is kept alive
+        if output is None:
+            return residual, None, None, None
+        # Taken out, so that the sum is freed when it has been added.
+        work, output.row.total = output.row.total, None
+        total = work.wait()
+        return residual, total, output.bias, output.draw(total)
+
+    def _add_and_norm(
+        self, residual: torch.Tensor, total: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """Give ``x`` and ``y`` their values in one pass over memory; arguments as ``_take_output``
+        has them."""
+        norm = self.block.norm
+        beta = getattr(norm, "bias", None)
+        normed = residual_norm.forward(
+            residual, total, bias, norm.weight, beta, norm.eps, norm.zero_centered_gamma
+        )
+        self.x.data = normed.x
+        self.y.data = normed.y
+        if self.y.requires_grad:
+            # Without y, which belongs to the block.
+            self.backward.normed = normed._replace(y=None)
+            self.backward.norm_module = norm
+
+    def _add_then_norm(
+        self,
+        residual: torch.Tensor,
+        total: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        drop: Linear | None,
+    ) -> None:
+        """Give ``x`` and ``y`` their values step by step; arguments as ``_take_output`` has
+        them."""
+        stream = residual
+        if total is not None:
+            stream = self._add(residual, total.to(residual.dtype), bias, drop)
         # By ``data``: x and y are outputs of a node whose position in the graph is fixed; any other
         # way to give them values is another node, later in the order. Nobody has read them, so
         # autograd has saved nothing.
@@ -260,23 +327,17 @@ class BlockInput:
         if y.requires_grad:
             self.backward.leaf = leaf
             self.backward.norm = get_gradient_edge(y)
-        if self._gathers:
-            self.backward.column.start_gather(self.y)
 
-    def _add_output(self) -> torch.Tensor:
-        """Return the residual stream ``[s, b, h]`` after the previous block, and forget what it is
-        made of."""
-        residual = self.residual
-        output = self.output
-        del self.residual, self.output  # nothing is kept alive
-        if output is None:
-            return residual
-        # Taken out, so that the sum is freed when it has been added.
-        work, output.row.total = output.row.total, None
-        total = work.wait().to(residual.dtype)
-        if output.bias is not None:
-            total = total + output.bias
-        drop = output.draw(total)
+    def _add(
+        self,
+        residual: torch.Tensor,
+        total: torch.Tensor,
+        bias: torch.Tensor | None,
+        drop: Linear | None,
+    ) -> torch.Tensor:
+        """Return the residual stream after the previous block; all arguments are of its type."""
+        if bias is not None:
+            total = total + bias
         if drop is None:
             return residual + total
         if self.x.requires_grad:
@@ -318,6 +379,11 @@ class BlockInputBackward:
         """The norm's input, in the norm's own graph."""
         self.norm: GradientEdge | None = None
         """The end of that graph, without ``y`` itself."""
+        self.normed: residual_norm.Normed | None = None
+        """What the norm's backward needs, where the add and the norm were one pass; then there is
+        no graph."""
+        self.norm_module: torch.nn.Module | None = None
+        """The norm, in that case."""
         self._grad_x: torch.Tensor | None = None
         """The gradient of ``x``, known before the engine gives it."""
         self._early: tuple | None = None
@@ -345,7 +411,8 @@ class BlockInputBackward:
                 which is waited for here.
 
         Returns: the gradients of the residual stream before, of dropout's input (the previous
-            block's sum and bias), and a list of those of the norm's parameters.
+            block's sum and bias), a list of those of the norm's parameters, and that of the bias
+            where it is known, fp32 ``[h]``.
         """
         if self._early is not None:
             early, self._early = self._early, None
@@ -357,7 +424,10 @@ class BlockInputBackward:
             grad_y = work.wait()
         gradient = grad_x
         grad_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
-        if grad_y is not None:
+        grad_bias = None
+        if grad_y is not None and self.normed is not None:
+            gradient, grad_parameters, grad_bias = self._through_add_and_norm(grad_y, grad_x)
+        elif grad_y is not None:
             gradient, grad_parameters = self._through_norm(grad_y)
             if grad_x is not None:
                 gradient = gradient.add_(grad_x)
@@ -367,12 +437,30 @@ class BlockInputBackward:
         drop = self.drop
         # What is large is dropped, and the references that close cycles with the neighbours.
         self.leaf = self.norm = self.drop = self.previous = None
+        self.normed = self.norm_module = None
         if self.column is not None:
             self.column.after_gather = None
         grad_output = gradient
         if gradient is not None and drop is not None:
             grad_output = drop(gradient)
-        return gradient, grad_output, grad_parameters
+        return gradient, grad_output, grad_parameters, grad_bias
+
+    def _through_add_and_norm(
+        self, grad_y: torch.Tensor, grad_x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None], torch.Tensor]:
+        """Return the gradient of the residual stream in whole, those of the norm's parameters, and
+        that of the bias; arguments as of ``gradients``."""
+        norm = self.norm_module
+        centres = getattr(norm, "bias", None) is not None
+        gradient, columns = residual_norm.backward(
+            grad_y, grad_x, self.normed, norm.weight, centres, norm.zero_centered_gamma
+        )
+        grad_gamma, grad_beta, grad_bias = columns
+        # In the order of the norm's parameters; RMS norm has no second one.
+        grad_parameters: list[torch.Tensor | None] = []
+        for parameter, grad in zip(self.parameters, (grad_gamma, grad_beta), strict=False):
+            grad_parameters.append(grad.to(parameter.dtype) if parameter.requires_grad else None)
+        return gradient, grad_parameters, grad_bias
 
     def _through_norm(self, grad_y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Return the gradients of the norm's input and of its parameters, None for those not
@@ -409,13 +497,15 @@ class _BlockInputNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_x, grad_y):
         gradients = ctx.input_backward.gradients(grad_x, grad_y)
-        grad_residual, grad_output, grad_parameters = gradients
+        grad_residual, grad_output, grad_parameters, grad_columns = gradients
         if ctx.total_dtype is None or grad_residual is None:
             return None, grad_residual, None, None, *grad_parameters
         grad_bias = None
         if ctx.bias is not None and ctx.needs_input_grad[3]:
             shape, dtype = ctx.bias
-            grad_bias = grad_output.reshape(-1, *shape).sum(dim=0).to(dtype)
+            if grad_columns is None:
+                grad_columns = grad_output.reshape(-1, *shape).sum(dim=0)
+            grad_bias = grad_columns.to(dtype)
         grad_total = grad_output.to(ctx.total_dtype)
         return None, grad_residual, grad_total, grad_bias, *grad_parameters
 
