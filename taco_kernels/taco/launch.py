@@ -423,19 +423,23 @@ def _plan_decode_sum_encode(
 # Operations
 
 
-def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
+def encode(
+    x: torch.Tensor, config: CodecConfig, chunks: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Encode a tensor by one kernel; see reference.encode.
 
     Args:
         x: of any shape and stride, bf16, fp16 or fp32.
         config: of the codec.
         chunks: equal pieces of x.
+        out: contiguous uint8[chunks, wire_bytes], at a multiple of 16 bytes; None: a new tensor.
 
     Returns:
         uint8[chunks, wire_bytes].
     """
     plan = _plan("encode", config, x.numel(), layout_of(x), (chunks,), x.dtype, 0, x.get_device())
-    out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
+    if out is None:
+        out = torch.empty(plan.wire, dtype=torch.uint8, device=x.device)
     if plan.launch is not None:
         plan.launch((x if plan.walkable else x.contiguous(), out))
     return out

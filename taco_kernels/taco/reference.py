@@ -298,13 +298,16 @@ def lists_of(wire: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tens
     return lists.clone().view(torch.int32).view(-1, outliers.SLOTS)
 
 
-def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tensor:
+def encode(
+    x: torch.Tensor, config: CodecConfig, chunks: int = 1, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Encode a tensor as equal pieces of its row-major order, zero padded at the end.
 
     Args:
         x: of any shape and stride, bf16, fp16 or fp32.
         config: of the codec.
         chunks: pieces, each a row of the result.
+        out: contiguous memory for the result; None: a new tensor.
 
     Returns:
         uint8[chunks, wire_bytes(C)], C = config.chunk_numel(x.numel(), chunks).
@@ -323,7 +326,7 @@ def encode(x: torch.Tensor, config: CodecConfig, chunks: int = 1) -> torch.Tenso
     wires = encode_groups(h, config, chunks)
     if lists:
         wires = torch.cat([wires, torch.stack(lists)], dim=1)
-    return wires
+    return wires if out is None else out.copy_(wires)
 
 
 def values_of(wires: torch.Tensor, groups: int, config: CodecConfig) -> torch.Tensor:

@@ -139,6 +139,11 @@ class Codec(abc.ABC):
         memory."""
         return torch.stack([self.encode(rows) for rows in x])
 
+    def encode_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write ``encode`` of one row ``x [1, *shape]`` into ``out``, uint8 ``[1, bytes]``, and
+        return it."""
+        return out.copy_(self.encode(x))
+
     def decode_sum(
         self,
         payloads: torch.Tensor,

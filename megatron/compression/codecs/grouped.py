@@ -61,6 +61,11 @@ class GroupedCodec(Codec):
             x = F.pad(x.reshape(rows, values), (0, -values % self.block))
         return taco.encode(x, self.config, rows)
 
+    def encode_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if self.sees_shape:
+            return super().encode_into(x, out)
+        return taco.encode(x, self.config, out=out)
+
     def decode(self, payloads: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         rows = len(payloads)
         values = math.prod(shape)

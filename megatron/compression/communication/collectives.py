@@ -219,10 +219,15 @@ def sum_of_two(
     dtype = x.dtype
     if codec.lossless:
         codec, payload = encode(codec, x[None], transport)
+        both, pending = transport.all_gather(payload)
+    elif transport.in_place:
+        # Encoded where the gather puts this rank's payload, so that nothing copies it there.
+        both = x.new_empty((2, codec.payload_bytes(shape)), dtype=torch.uint8)
+        payload = codec.encode_into(x[None], both.narrow(0, transport.group.rank(), 1))
+        both, pending = transport.all_gather(payload, both)
     else:
-        payload = codec.encode(x[None])
+        both, pending = transport.all_gather(codec.encode(x[None]))
     # Each rank gets both payloads, its own too: both sum the same two decoded tensors.
-    both, pending = transport.all_gather(payload)
     return Work(pending, lambda: codec.decode_sum(both.unsqueeze(1), shape, dtype, scale, into)[0])
 
 

@@ -59,6 +59,8 @@ class TorchTransport:
 
     overlaps = True
     """Whether a collective under way leaves the device to other work."""
+    in_place = False
+    """Whether a payload is encoded into the memory that it is gathered into."""
 
     def __init__(
         self,
@@ -121,11 +123,20 @@ class TorchTransport:
             rows,
         )
 
-    def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to gather ``[1, size]`` of every rank into ``[W, size]``, which is returned with a
-        handle."""
+    def all_gather(
+        self, payload: torch.Tensor, gathered: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Start to gather payloads of every rank.
+
+        Args:
+            payload: uint8 ``[1, size]``, this rank's; it may be its row of ``gathered``.
+            gathered: contiguous ``[W, size]`` for the result; None: a new tensor.
+
+        Returns: the result, and a handle.
+        """
         payload = payload.contiguous()
-        gathered = payload.new_empty((self.world_size, payload.shape[1]))
+        if gathered is None:
+            gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
             self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
         if len(self.groups) == 1:
@@ -177,6 +188,8 @@ class HostTransport(TorchTransport):
     """Exchanges by copy engines through the group's ``HostMemory``; counted as over
     torch.distributed."""
 
+    in_place = True
+
     def __init__(
         self,
         memory: HostMemory,
@@ -215,15 +228,21 @@ class HostTransport(TorchTransport):
         receives = _parts(received, recv_counts)
         return received, self.memory.exchange(sends, receives, (rows, received))
 
-    def all_gather(self, payload: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to gather payloads; argument and results as over torch.distributed."""
+    def all_gather(
+        self, payload: torch.Tensor, gathered: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Start to gather payloads; arguments and results as over torch.distributed."""
         payload = payload.contiguous()
-        gathered = payload.new_empty((self.world_size, payload.shape[1]))
+        if gathered is None:
+            gathered = payload.new_empty((self.world_size, payload.shape[1]))
         if self.on_send is not None:
             self.on_send("all_gather", payload.nbytes * (self.world_size - 1))
         # The same bytes for every rank, this one included.
         sends = [DeviceBytes(payload.data_ptr(), payload.nbytes)] * self.world_size
         receives = _parts(gathered, [1] * self.world_size)
+        rank = self.memory.rank
+        if receives[rank].address == payload.data_ptr():
+            sends[rank] = DeviceBytes(payload.data_ptr(), 0)  # it is there already
         return gathered, self.memory.exchange(sends, receives, (payload, gathered))
 
 
