@@ -14,6 +14,9 @@ bytes:
 - ``bitmap_sparse``: the largest values and a bitmap
 - ``count_sketch``: sparse sums that add up without being decoded (arXiv 2402.07529, 2504.05638)
 
+``residual_norm`` is no codec: a residual add with the norm behind it, which interleaved halves do
+while a message travels.
+
 ``symmetric_memory`` has TACO's collectives as one kernel each, over peer memory. ``common`` is what
 all share; ``python -m taco_kernels.benchmarks`` times them. To read one codec, begin with its
 ``reference.py``.

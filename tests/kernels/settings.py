@@ -10,6 +10,7 @@ from taco_kernels.channel_norm import launch as channel_norm
 from taco_kernels.channel_norm.reference import ChannelNormLayout
 from taco_kernels.lossless import LosslessLayout
 from taco_kernels.lossless import launch as lossless
+from taco_kernels.residual_norm import launch as residual_norm
 from taco_kernels.sdp4bit import GroupFormat
 from taco_kernels.sdp4bit import launch as sdp4bit
 from taco_kernels.symmetric_memory import collectives
@@ -19,7 +20,16 @@ from taco_kernels.taco import launch as taco
 from taco_kernels.tah_quant import TahConfig
 from taco_kernels.tah_quant import launch as tah_quant
 
-LAUNCHERS = (taco, collectives, sdp4bit, tah_quant, bitmap_sparse, channel_norm, lossless)
+LAUNCHERS = (
+    taco,
+    collectives,
+    sdp4bit,
+    tah_quant,
+    bitmap_sparse,
+    channel_norm,
+    lossless,
+    residual_norm,
+)
 """Modules that have the kernels."""
 NUMEL = 2**16
 TAIL = NUMEL + 100
@@ -61,6 +71,14 @@ def of_sdp4bit() -> None:
     sdp4bit.quantize(zeros(4, NUMEL, dtype=BF16), format)
     wires = zeros(4, 4, format.wire_bytes(NUMEL))
     sdp4bit.sum_requantize(wires, format, NUMEL, GroupFormat(4, 128, True))
+
+
+def of_residual_norm() -> None:
+    """Launch both kernels on rows of 2048, as a layer norm."""
+    rows = zeros(64, 2048, dtype=BF16)
+    gamma = zeros(2048, dtype=BF16)
+    normed = residual_norm.forward(rows, rows, gamma, gamma, gamma, 1e-5)
+    residual_norm.backward(rows, rows, normed, gamma, True)
 
 
 def of_tah_quant() -> None:
@@ -114,6 +132,7 @@ SETTINGS = {
     ),
     "sdp4bit": of_sdp4bit,
     "tah_quant": of_tah_quant,
+    "residual_norm": of_residual_norm,
     "bitmap_sparse": of_bitmap_sparse,
     "channel_norm": of_channel_norm,
     "lossless": of_lossless,

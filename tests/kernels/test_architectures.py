@@ -29,6 +29,7 @@ SAMPLE = (  # settings that once failed; and one of each other family
     pytest.param(86, "tah_quant", marks=pytest.mark.thorough),
     pytest.param(80, "bitmap_sparse", marks=pytest.mark.thorough),
     (100, "channel_norm"),
+    (90, "residual_norm"),
     pytest.param(89, "lossless", marks=pytest.mark.thorough),
 )
 

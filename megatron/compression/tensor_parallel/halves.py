@@ -66,14 +66,11 @@ from megatron.compression.tensor_parallel.halves_messages import (
     empty,
 )
 from megatron.compression.tensor_parallel.halves_recompute import Recomputation, outside_hooks
-from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 from taco_kernels import residual_norm
 
-_FUSED_NORMS = (TorchLayerNorm, TorchRMSNorm)
-"""Norms that are computed together with the residual add before them."""
+ONE_PASS = True
+"""Whether a residual add and the norm behind it may be one kernel."""
 
-_FUSED_NORMS = (TorchLayerNorm, TorchRMSNorm)
-"""Norms that are computed together with the residual add before them."""
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Dropout with its mask drawn: the same map for values and gradients."""
 
@@ -233,6 +230,13 @@ class BlockInput:
         self._computed = False
         self._gathers = block is not None and getattr(block.column, "sequence_parallel", False)
         """Whether the block begins with a gather of its input, as with sequence parallelism."""
+        self._in_one_pass = False
+        """Whether one kernel adds to the residual stream and computes the norm."""
+        if block is not None and ONE_PASS:
+            # A norm that the backward computes again must give the same bits then, by its own
+            # kernel.
+            one_kernel = getattr(block.norm, "adds_in_one_pass", False)
+            self._in_one_pass = one_kernel and not block.recomputes_norm
 
     def advance(self) -> None:
         """Move on what is under way, but leave an exchange to overlap with what comes next."""
@@ -251,43 +255,33 @@ class BlockInput:
         if self._computed:
             return
         self._computed = True
-        residual, addend, bias, drop = self._take_output()
-        if addend is not None and drop is None and self._in_one_pass():
-            self._add_and_norm(residual, addend, bias)
-        else:
-            self._add_then_norm(residual, addend, bias, drop)
-        if self._gathers:
-            self.backward.column.start_gather(self.y)
-
-    def _in_one_pass(self) -> bool:
-        """Return whether one kernel adds to the residual stream and computes the norm."""
-        block = self.block
-        # A norm that the backward computes again must give the same bits then, by its own kernel.
-        return block is not None and not block.recomputes_norm and type(block.norm) in _FUSED_NORMS
-
-    def _take_output(
-        self,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Linear | None]:
-        """Wait for the previous block's sum, and forget what is taken.
-
-        Returns: the residual stream ``[s, b, h]``, the sum that is added to it, the sum's bias, and
-            its dropout; None where there is none.
-        """
         residual = self.residual
         output = self.output
         del self.residual, self.output  # nothing is kept alive
-        if output is None:
-            return residual, None, None, None
-        # Taken out, so that the sum is freed when it has been added.
-        work, output.row.total = output.row.total, None
-        total = work.wait()
-        return residual, total, output.bias, output.draw(total)
+        total = bias = drop = None
+        if output is not None:
+            # Taken out, so that the sum is freed when it has been added.
+            work, output.row.total = output.row.total, None
+            total = work.wait().to(residual.dtype)
+            bias = output.bias
+            drop = output.draw(total)
+        if self._in_one_pass and total is not None and drop is None:
+            self._add_and_norm(residual, total, bias)
+        else:
+            self._add_then_norm(residual, total, bias, drop)
+        if self._gathers:
+            self.backward.column.start_gather(self.y)
 
     def _add_and_norm(
         self, residual: torch.Tensor, total: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        """Give ``x`` and ``y`` their values in one pass over memory; arguments as ``_take_output``
-        has them."""
+        """Give ``x`` and ``y`` their values in one pass over memory.
+
+        Args:
+            residual: the residual stream ``[s, b, h]``.
+            total: the sum that is added to it.
+            bias: ``[h]``, added too; None: there is none.
+        """
         norm = self.block.norm
         beta = getattr(norm, "bias", None)
         normed = residual_norm.forward(
@@ -307,11 +301,24 @@ class BlockInput:
         bias: torch.Tensor | None,
         drop: Linear | None,
     ) -> None:
-        """Give ``x`` and ``y`` their values step by step; arguments as ``_take_output`` has
-        them."""
+        """Give ``x`` and ``y`` their values step by step.
+
+        Args:
+            residual: the residual stream ``[s, b, h]``.
+            total: the sum that is added to it, of its type; None: there is no block before.
+            bias: of the sum, or None.
+            drop: dropout of both, or None.
+        """
         stream = residual
         if total is not None:
-            stream = self._add(residual, total.to(residual.dtype), bias, drop)
+            if bias is not None:
+                total = total + bias
+            if drop is not None:
+                total = drop(total)
+                if self.x.requires_grad:
+                    # Its mask is needed in the backward, where there is one.
+                    self.backward.drop = drop
+            stream = residual + total
         # By ``data``: x and y are outputs of a node whose position in the graph is fixed; any other
         # way to give them values is another node, later in the order. Nobody has read them, so
         # autograd has saved nothing.
@@ -327,23 +334,6 @@ class BlockInput:
         if y.requires_grad:
             self.backward.leaf = leaf
             self.backward.norm = get_gradient_edge(y)
-
-    def _add(
-        self,
-        residual: torch.Tensor,
-        total: torch.Tensor,
-        bias: torch.Tensor | None,
-        drop: Linear | None,
-    ) -> torch.Tensor:
-        """Return the residual stream after the previous block; all arguments are of its type."""
-        if bias is not None:
-            total = total + bias
-        if drop is None:
-            return residual + total
-        if self.x.requires_grad:
-            # Its mask is needed in the backward, where there is one.
-            self.backward.drop = drop
-        return residual + drop(total)
 
 
 class BlockInputBackward:

@@ -26,6 +26,9 @@ class _MegatronNorm:
     to one.
     """
 
+    adds_in_one_pass = True
+    """Whether ``taco_kernels.residual_norm`` computes the same norm behind a residual add."""
+
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused
     ) -> None:
