@@ -68,9 +68,6 @@ from megatron.compression.tensor_parallel.halves_messages import (
 from megatron.compression.tensor_parallel.halves_recompute import Recomputation, outside_hooks
 from taco_kernels import residual_norm
 
-ONE_PASS = True
-"""Whether a residual add and the norm behind it may be one kernel."""
-
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """Dropout with its mask drawn: the same map for values and gradients."""
 
@@ -230,13 +227,12 @@ class BlockInput:
         self._computed = False
         self._gathers = block is not None and getattr(block.column, "sequence_parallel", False)
         """Whether the block begins with a gather of its input, as with sequence parallelism."""
-        self._in_one_pass = False
-        """Whether one kernel adds to the residual stream and computes the norm."""
-        if block is not None and ONE_PASS:
+        self._adds_in_one_pass = False
+        """Whether one kernel may add to the residual stream and compute the norm."""
+        if block is not None and not block.recomputes_norm:
             # A norm that the backward computes again must give the same bits then, by its own
             # kernel.
-            one_kernel = getattr(block.norm, "adds_in_one_pass", False)
-            self._in_one_pass = one_kernel and not block.recomputes_norm
+            self._adds_in_one_pass = getattr(block.norm, "adds_in_one_pass", False)
 
     def advance(self) -> None:
         """Move on what is under way, but leave an exchange to overlap with what comes next."""
@@ -259,13 +255,17 @@ class BlockInput:
         output = self.output
         del self.residual, self.output  # nothing is kept alive
         total = bias = drop = None
+        # One kernel behind an encoded sum alone: an uncompressed run keeps the bits of torch's own
+        # norm, and gained nothing by it where it was measured (docs/results/graphs.md).
+        one_pass = False
         if output is not None:
             # Taken out, so that the sum is freed when it has been added.
             work, output.row.total = output.row.total, None
             total = work.wait().to(residual.dtype)
             bias = output.bias
             drop = output.draw(total)
-        if self._in_one_pass and total is not None and drop is None:
+            one_pass = self._adds_in_one_pass and output.row.is_encoded and drop is None
+        if one_pass:
             self._add_and_norm(residual, total, bias)
         else:
             self._add_then_norm(residual, total, bias, drop)

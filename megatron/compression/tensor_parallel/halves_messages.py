@@ -47,6 +47,8 @@ class RowStandIn:
         self.group = site.group
         self.total: Work | None = None
         """The sum of the output while it is under way."""
+        self.is_encoded = False
+        """Whether a codec encodes that sum."""
         self.dtype: torch.dtype | None = None
         """Type of that sum, and of its gradient; the residual stream's may be fp32."""
         self.has_backward = False
@@ -166,6 +168,7 @@ class _OutputSum:
             destination = x
         # Not waited for: BlockInput.compute does.
         stand_in.total = message.start(x, destination)
+        stand_in.is_encoded = message.codec is not None
         stand_in.dtype = x.dtype
         tokens = x.shape[0]
         if message.operation == "reduce_scatter":
