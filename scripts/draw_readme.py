@@ -110,8 +110,7 @@ BARS = (
         flag="--tp-compression int8 --tp-compression-overlap halves",
         links=("pcie",),
         layout="TP 2",
-        # Where halves hide the link, eight and six bits take the same time.
-        codecs=("int8, halves", "int6, halves"),
+        codecs=("int8, halves",),
         color="teal",
         mode="graphs",
     ),
