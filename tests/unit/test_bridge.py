@@ -6,6 +6,7 @@ import pytest
 
 from megatron.compression import CompressionConfigError
 from megatron.compression.frontends import bridge
+from megatron.compression.patches import running
 
 
 def container(model_config: bool = False, **changes) -> SimpleNamespace:
@@ -173,6 +174,27 @@ def test_settings_of_flex_alone_are_refused_by_name() -> None:
     )
     with pytest.raises(CompressionConfigError, match=message):
         bridge.attach(cfg, ep="int8")
+
+
+def test_of_two_runs_the_one_whose_step_it_is_is_at_work() -> None:
+    """Megatron's rerun machine, which both share, has no model in its arguments."""
+    callbacks = [bridge.attach(container(), tp="int8") for _ in range(2)]
+    for callback in callbacks:
+        callback.compression = SimpleNamespace(
+            run=object(), iteration_ends=lambda *_: None, training_ends=lambda: None
+        )
+        callback._host = SimpleNamespace(training_seconds=0.0, current_iteration=lambda: 0)
+    context = SimpleNamespace(skipped_iter=False, loss_dict={})
+    for callback in (*callbacks, callbacks[0]):
+        callback.on_train_step_start(context)
+        assert running.current() is callback.compression.run
+        callback.on_train_step_end(context)
+        assert running.current("nobody") == "nobody"
+    # A step that raises has no end; the next one, or the end of training, is as if it had.
+    callbacks[0].on_train_step_start(context)
+    callbacks[0].on_train_step_start(context)
+    callbacks[0].on_train_end(context)
+    assert running.current("nobody") == "nobody"
 
 
 def test_another_container_is_refused_when_training_starts() -> None:

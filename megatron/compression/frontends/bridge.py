@@ -23,7 +23,7 @@ from megatron.compression.dimension import print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, SettingError, spelled
 from megatron.compression.files import read_json, write_whole
 from megatron.compression.names import FLAG_NAMES, PARALLELISMS, PYTHON_NAMES, Names
-from megatron.compression.patches import gaps
+from megatron.compression.patches import gaps, running
 from megatron.compression.report import check_report_directory, track
 from megatron.compression.session import STATE, Host, Session
 
@@ -282,6 +282,8 @@ class BridgeCompression:
         """There is one once the model is built."""
         self._host: BridgeHost  # there is one once the model is built
         self._iteration_began = 0.0
+        self._is_at_work = False
+        """True during a training step."""
         model = cfg.model
         if hasattr(model, "pre_wrap_hooks"):  # a ModelConfig
             # A ModelConfig has lists, a provider has methods.
@@ -349,7 +351,11 @@ class BridgeCompression:
         return None
 
     def on_train_step_start(self, context: Any) -> None:
-        """Time the iteration."""
+        """Time the iteration, and put this run to work: of several in a process Megatron's own
+        functions serve the one whose step it is."""
+        if not self._is_at_work:  # a step that raised has no end
+            running.begin(self._session.run)
+            self._is_at_work = True
         self._iteration_began = time.perf_counter()
 
     def on_train_step_end(self, context: Any) -> None:
@@ -362,10 +368,18 @@ class BridgeCompression:
             losses = context.loss_dict
         # Bridge counts the iteration only after its callbacks; the log counts from 1.
         self._session.iteration_ends(self._host.current_iteration() + 1, losses)
+        self._rest()
 
     def on_train_end(self, context: Any) -> None:
         """Write the report."""
+        self._rest()
         self._session.training_ends()
+
+    def _rest(self) -> None:
+        """Take this run from work, where it is."""
+        if self._is_at_work:
+            running.end()
+            self._is_at_work = False
 
     def on_eval_start(self, context: Any, split: str = "valid") -> None:
         """Count an evaluation's traffic separately."""
