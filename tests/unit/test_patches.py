@@ -8,9 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from megatron.compression.patches import running, symbols
+from megatron.compression.patches import gaps, running, symbols
 from megatron.compression.patches.communication import _record_gradient_sync
 from megatron.compression.patches.gaps import fuse, fuse_torch_adam
 from megatron.compression.patches.symbols import PatchError, replace
@@ -315,3 +317,57 @@ def test_a_run_ends_with_its_model(owner, monkeypatch) -> None:
     del chunk
     gc.collect()
     assert owner.double is original
+
+
+def _gradients(count: int = 300) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.randint(1, 200, (count,), generator=generator).tolist()
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+@pytest.fixture
+def on_devices(monkeypatch) -> None:
+    """Let tensors of the host take the path of those on CUDA devices."""
+    gaps.launch_optimizers_together()
+    monkeypatch.setattr(gaps, "_on_devices", bool)
+
+
+def test_the_norm_of_all_gradients_at_once(on_devices) -> None:
+    """That of megatron-core, which takes it one by one."""
+    gradients = _gradients()
+    norm, _ = clip_grads.multi_tensor_applier(
+        clip_grads.l2_norm_impl, torch.zeros(1), [gradients], False
+    )
+    assert norm.shape == (1,) and norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-6)
+
+
+def test_gradients_are_scaled_at_once_to_the_same_bits(on_devices) -> None:
+    gradients = _gradients()
+    expected = [gradient * 0.3 for gradient in gradients]
+    clip_grads.multi_tensor_applier(
+        clip_grads.multi_tensor_scale_impl, torch.zeros(1), [gradients, gradients], 0.3
+    )
+    for gradient, scaled in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, scaled)
+
+
+def test_weights_are_copied_at_once_to_the_same_bits(on_devices) -> None:
+    masters = _gradients()
+    weights = [torch.zeros_like(master, dtype=torch.bfloat16) for master in masters]
+    optimizer_module._multi_tensor_copy_this_to_that(this=masters, that=weights)
+    for weight, master in zip(weights, masters, strict=True):
+        assert torch.equal(weight, master.bfloat16())
+
+
+def test_tensors_of_the_host_are_left_to_megatron(monkeypatch) -> None:
+    gaps.launch_optimizers_together()
+    monkeypatch.setattr(torch, "_foreach_mul_", None)
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    gradients = _gradients(3)
+    expected = [gradient * 0.5 for gradient in gradients]
+    clip_grads.multi_tensor_scale_impl(1, torch.zeros(1), [gradients, gradients], 0.5)
+    assert all(map(torch.equal, gradients, expected))
+    copies = [torch.zeros_like(gradient) for gradient in gradients]
+    optimizer_module._multi_tensor_copy_this_to_that(gradients, copies)
+    assert all(map(torch.equal, copies, gradients))

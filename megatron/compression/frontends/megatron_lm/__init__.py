@@ -41,6 +41,7 @@ def prepare() -> None:
         gaps.use_shipped_helpers()
         gaps.make_torch_optimizers_resumable()
         gaps.fuse_torch_adam()
+        gaps.launch_optimizers_together()
 
 
 def find_megatron_core() -> tuple[str, Path] | None:

@@ -112,6 +112,7 @@ def enable(args: Namespace, model_config: GPTModelConfig | None = None) -> Sessi
     gaps.use_shipped_helpers()
     gaps.make_torch_optimizers_resumable()
     gaps.fuse_torch_adam()
+    gaps.launch_optimizers_together()
     session = Session(config, host_loop).open()
     loop.tell_sessions()
     if config.auto:
