@@ -27,9 +27,9 @@ step_ended = Session.step_ended
 last = time.monotonic()
 
 
-def starting(self, payload, iteration):
+def starting(self, payload, iteration, **kinds):
     exchanged.append(iteration)
-    return start(self, payload, iteration)
+    return start(self, payload, iteration, **kinds)
 
 
 def ended(self) -> None:
