@@ -421,10 +421,12 @@ CIRCUMSTANCES = {"world_size": 2, "settings": {"auto": ["tensor_parallel"]}}
 
 
 class TestFile:
+    """Plans are compared as text: a NaN in them is not equal to itself from Python 3.13 on."""
+
     def test_a_plan_comes_back_as_it_was_checked(self, tmp_path, capsys):
         checked = one_plan().after_check({})
         plan.write(str(tmp_path), checked, CIRCUMSTANCES, print)
-        assert plan.read(str(tmp_path), CIRCUMSTANCES, print) == checked
+        assert repr(plan.read(str(tmp_path), CIRCUMSTANCES, print)) == repr(checked)
         assert checked != one_plan()
         assert not capsys.readouterr().out
 
@@ -437,7 +439,7 @@ class TestFile:
             dimension_plan["why"] = dimension_plan.pop("reason")
             del dimension_plan["exposed"]
         write_decision(tmp_path, decision)
-        assert plan.read(str(tmp_path), {}, print) == one_plan()
+        assert repr(plan.read(str(tmp_path), {}, print)) == repr(one_plan())
 
     def test_halves_come_back(self, tmp_path):
         in_halves = replace(one_plan(), halves=True)
@@ -517,7 +519,8 @@ class TestFile:
         (name,) = changed
         arguments = experts if name == "moe_router_topk" else megatron
         plan.write(str(tmp_path), one_plan(), plan.circumstances(arguments(), {}), print)
-        assert plan.read(str(tmp_path), plan.circumstances(arguments(), {}), print) == one_plan()
+        reread = plan.read(str(tmp_path), plan.circumstances(arguments(), {}), print)
+        assert repr(reread) == repr(one_plan())
         elsewhere = plan.circumstances(arguments(**changed), {})
         assert plan.read(str(tmp_path), elsewhere, print) is None
         assert f"is of another run ({name})" in capsys.readouterr().out
