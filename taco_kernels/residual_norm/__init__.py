@@ -11,9 +11,9 @@ the residual's gradient and the bias' gradient.
 
 from taco_kernels.common import dispatched
 from taco_kernels.residual_norm import reference
-from taco_kernels.residual_norm.reference import Normed, NormGradients
+from taco_kernels.residual_norm.reference import LONGEST_ROW, Normed, NormGradients
 
-__all__ = ["NormGradients", "Normed", "backward", "forward"]
+__all__ = ["LONGEST_ROW", "NormGradients", "Normed", "backward", "forward"]
 
 forward = dispatched(reference.forward)
 backward = dispatched(reference.backward)

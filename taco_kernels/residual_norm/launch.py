@@ -20,16 +20,15 @@ import triton.language as tl
 from taco_kernels.common import ceil_div, check_counted
 from taco_kernels.common.device import Constants, as_tensor, device_for
 from taco_kernels.common.fast_launch import start
-from taco_kernels.residual_norm.reference import Normed, NormGradients
+from taco_kernels.residual_norm.reference import LONGEST_ROW, Normed, NormGradients
 
-HELD = 4096
-"""Values of each tensor that a program holds at a time, unless a row has more."""
+VALUES_A_PROGRAM = 4096
+"""Values of each tensor that a program has in registers at a time, unless a row has more."""
 VALUES_A_THREAD = 16
-"""Of each tensor; the backward holds three tensors and three sums of columns in registers."""
-LONGEST_ROW = 16384
-"""Longer rows need more threads than a program has."""
+"""Values of each tensor that a thread has; the backward has three tensors and three sums of columns
+in registers."""
 THREADS = 512
-"""Threads of the backward on a multiprocessor."""
+"""Threads of the backward on a multiprocessor, so that its sums of columns fit into registers."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -44,8 +43,9 @@ class RowSpec(Constants):
     """Values a row in registers: a power of two."""
     CENTRES: tl.constexpr
     """Layer norm; else RMS norm."""
-    BIAS: tl.constexpr
-    """Forward: a bias is added. Backward: the residual stream has a gradient."""
+    ADDS: tl.constexpr
+    """Whether there is what may be added last: in the forward the bias, in the backward the
+    gradient of the residual stream."""
     ONE_MORE: tl.constexpr
     """Gamma is one more than what is stored."""
     EPS: tl.constexpr
@@ -53,12 +53,26 @@ class RowSpec(Constants):
 
 
 @lru_cache
-def spec_of(n: int, centres: bool, bias: bool, one_more: bool, eps: float) -> RowSpec:
-    """Return the constants for rows of ``n`` values, cached."""
+def spec_of(n: int, centres: bool, adds: bool, one_more: bool, eps: float) -> RowSpec:
+    """Return the constants of a call, cached.
+
+    Args:
+        n: values of a row.
+        centres: layer norm; else RMS norm.
+        adds: as ``RowSpec.ADDS``.
+        one_more: gamma is one more than what is stored.
+        eps: added to the variance.
+
+    Raises:
+        ValueError: rows longer than ``LONGEST_ROW``.
+    """
+    if n > LONGEST_ROW:
+        raise ValueError(f"rows of {n} values, of at most {LONGEST_ROW}; add and normalise in turn")
+    # A power of two that holds a row; the rest of it is masked.
     width = 1 << (n - 1).bit_length()
-    rows = max(HELD // width, 1)
+    rows = max(VALUES_A_PROGRAM // width, 1)
     return RowSpec.of(
-        R=rows, N=n, WIDTH=width, CENTRES=centres, BIAS=bias, ONE_MORE=one_more, EPS=eps
+        R=rows, N=n, WIDTH=width, CENTRES=centres, ADDS=adds, ONE_MORE=one_more, EPS=eps
     )
 
 
@@ -110,7 +124,7 @@ def forward_kernel(
     """
     first = tl.program_id(0) * C.R
     stream = rows_of(residual, first, rows, C) + rows_of(total, first, rows, C)
-    if C.BIAS:
+    if C.ADDS:
         stream += columns_of(bias, C)
     # Rounded as it is stored: the backward has this one.
     rounded = stream.to(x.dtype.element_ty)
@@ -147,7 +161,7 @@ def backward_kernel(
         result: pointer to [rows, N], written.
         sums: pointer to fp32 [programs, 3, N], written.
         rows: how many there are.
-        C: RowSpec; BIAS says that there is a grad_x.
+        C: RowSpec; ADDS says that there is a grad_x.
     """
     weight = columns_of(gamma, C)
     if C.ONE_MORE:
@@ -174,7 +188,7 @@ def backward_kernel(
         if C.CENTRES:
             update -= (tl.sum(gradient, axis=1) / C.N)[:, None]
         update *= scale
-        if C.BIAS:
+        if C.ADDS:
             update += rows_of(grad_x, first, rows, C)
         store_rows(result, update, first, rows, C)
         of_bias += update

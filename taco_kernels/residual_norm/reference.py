@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 import torch
 
+LONGEST_ROW = 16384
+"""Values of a row, at most: longer ones need more threads than a kernel's program has."""
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Return the type of the arithmetic."""

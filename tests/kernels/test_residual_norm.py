@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from taco_kernels.residual_norm import reference
+from taco_kernels.residual_norm import LONGEST_ROW, reference
 from taco_kernels.residual_norm.reference import Normed
 from tests.kernels.interpreter import failures_of_scenarios
 
@@ -107,6 +107,16 @@ def _scenarios() -> dict:
 
 
 SCENARIOS = _scenarios()
+
+
+def test_rows_that_no_program_holds_are_refused() -> None:
+    """Before a kernel is compiled, whose threads would be more than a program has."""
+    from taco_kernels.residual_norm import launch
+
+    row = torch.ones(1, LONGEST_ROW + 1)
+    with pytest.raises(ValueError, match="of at most 16384; add and normalise in turn"):
+        launch.forward(row, row, None, row[0], None, EPS)
+    assert launch.warps_of(launch.spec_of(LONGEST_ROW, True, True, False, EPS)) == 32
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,15 @@ from megatron.compression.tensor_parallel.functions import (
     column_parallel_linear,
     row_parallel_linear,
 )
-from megatron.compression.tensor_parallel.halves import Block, interleave
+from megatron.compression.tensor_parallel.halves import (
+    Block,
+    BlockInput,
+    BlockOutput,
+    interleave,
+)
 from megatron.compression.tensor_parallel.halves_messages import ColumnStandIn, RowStandIn
+from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
+from taco_kernels import residual_norm
 from tests.unit.megatron_args import parsed
 from tests.unit.test_overlap import OneRankSite
 
@@ -201,6 +208,66 @@ def test_an_uncompressed_sum_is_in_place(
     for addend, out in site.sums:
         assert addend is x
         assert out is (x if is_in_place else None)
+
+
+def _norm(kind: type = TorchLayerNorm, width: int = WIDTH) -> torch.nn.Module:
+    """Return a norm of layers of ``--transformer-impl local``."""
+    settings = dict.fromkeys(
+        (
+            "memory_efficient_layer_norm",
+            "fused_residual_rmsnorm",
+            "layernorm_zero_centered_gamma",
+            "sequence_parallel",
+        ),
+        False,
+    )
+    return kind(SimpleNamespace(**settings), width)
+
+
+def _computed(norm: torch.nn.Module, codec: str | None) -> BlockInput:
+    """Return a computed input of a block behind a sum that a codec encodes."""
+    site = _SumSite(codec and parse_codec(codec))
+    residual = torch.ones(4, 1, WIDTH).requires_grad_()
+    product = torch.arange(4.0 * WIDTH).view(4, 1, WIDTH).sqrt()
+    row = RowStandIn(site)
+    row.pair("tp.forward", None, product.nbytes).forward("all_reduce").start(product)
+    output = BlockOutput(row, product.clone().requires_grad_(), None, lambda total: None)
+    layer = SimpleNamespace(site=site)
+    entered = BlockInput(residual, Block(torch.nn.Identity(), norm, layer, layer), output)
+    entered.compute()
+    torch.testing.assert_close(entered.y, norm(residual + product))
+    return entered
+
+
+@pytest.mark.parametrize("kind", [TorchLayerNorm, TorchRMSNorm])
+@pytest.mark.parametrize(
+    ("codec", "one_pass"), [(None, False), ("lossless", False), ("int8", True)]
+)
+def test_add_and_norm_are_one_pass_behind_a_sum_that_is_rounded(
+    kind: type, codec: str | None, one_pass: bool
+) -> None:
+    """Lossless training has the bits of an uncompressed one, whose norm is torch's."""
+    entered = _computed(_norm(kind), codec)
+    assert (entered.backward.normed is not None) == one_pass
+    assert (entered.backward.norm is None) == one_pass
+
+
+@pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_forward_hook"])
+def test_a_norm_with_hooks_is_called(register: str) -> None:
+    """As with --overlap-param-gather, whose hooks wait for the norm's weight."""
+    norm = _norm()
+    called = []
+    getattr(norm, register)(lambda *_: called.append(register))
+    entered = _computed(norm, "int8")
+    assert entered.backward.normed is None
+    # The second call is the comparison's.
+    assert called == [register] * 2
+
+
+def test_a_norm_that_no_kernel_holds_is_called() -> None:
+    longest = residual_norm.LONGEST_ROW
+    assert _norm(width=longest).adds_in_one_pass
+    assert not _norm(width=longest + 1).adds_in_one_pass
 
 
 @pytest.mark.parametrize(

@@ -227,12 +227,8 @@ class BlockInput:
         self._computed = False
         self._gathers = block is not None and getattr(block.column, "sequence_parallel", False)
         """Whether the block begins with a gather of its input, as with sequence parallelism."""
-        self._adds_in_one_pass = False
+        self._adds_in_one_pass = block is not None and _adds_in_one_pass(block)
         """Whether one kernel may add to the residual stream and compute the norm."""
-        if block is not None and not block.recomputes_norm:
-            # A norm that the backward computes again must give the same bits then, by its own
-            # kernel.
-            self._adds_in_one_pass = getattr(block.norm, "adds_in_one_pass", False)
 
     def advance(self) -> None:
         """Move on what is under way, but leave an exchange to overlap with what comes next."""
@@ -255,8 +251,9 @@ class BlockInput:
         output = self.output
         del self.residual, self.output  # nothing is kept alive
         total = bias = drop = None
-        # One kernel behind an encoded sum alone: an uncompressed run keeps the bits of torch's own
-        # norm, and gained nothing by it where it was measured (docs/results/graphs.md).
+        # One kernel behind a lossy sum alone. Uncompressed runs, and lossless ones, which have the
+        # same bits, keep those of torch's own norm. An uncompressed run gained nothing by the
+        # kernel where it was measured (docs/results/graphs.md).
         one_pass = False
         if output is not None:
             # Taken out, so that the sum is freed when it has been added.
@@ -264,7 +261,7 @@ class BlockInput:
             total = work.wait().to(residual.dtype)
             bias = output.bias
             drop = output.draw(total)
-            one_pass = self._adds_in_one_pass and output.row.is_encoded and drop is None
+            one_pass = self._adds_in_one_pass and output.row.is_lossy and drop is None
         if one_pass:
             self._add_and_norm(residual, total, bias)
         else:
@@ -334,6 +331,17 @@ class BlockInput:
         if y.requires_grad:
             self.backward.leaf = leaf
             self.backward.norm = get_gradient_edge(y)
+
+
+def _adds_in_one_pass(block: Block) -> bool:
+    """Return whether one kernel may stand for the residual add before a block and its norm."""
+    norm = block.norm
+    # Hooks run where the module is called. DDP's wait for updated weights that are still being
+    # gathered (--overlap-param-gather): without them the kernel would read last iteration's.
+    if norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks:
+        return False
+    # A norm that the backward computes again must give the same bits then, by its own kernel.
+    return not block.recomputes_norm and getattr(norm, "adds_in_one_pass", False)
 
 
 class BlockInputBackward:

@@ -47,8 +47,8 @@ class RowStandIn:
         self.group = site.group
         self.total: Work | None = None
         """The sum of the output while it is under way."""
-        self.is_encoded = False
-        """Whether a codec encodes that sum."""
+        self.is_lossy = False
+        """Whether a codec rounds that sum, so that nobody expects the bits of an uncompressed run."""
         self.dtype: torch.dtype | None = None
         """Type of that sum, and of its gradient; the residual stream's may be fp32."""
         self.has_backward = False
@@ -168,7 +168,7 @@ class _OutputSum:
             destination = x
         # Not waited for: BlockInput.compute does.
         stand_in.total = message.start(x, destination)
-        stand_in.is_encoded = message.codec is not None
+        stand_in.is_lossy = message.codec is not None and not message.codec.lossless
         stand_in.dtype = x.dtype
         tokens = x.shape[0]
         if message.operation == "reduce_scatter":

@@ -17,6 +17,7 @@ from megatron.core.jit import jit_fuser
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.compression.errors import InputError
+from taco_kernels import residual_norm
 
 
 class _MegatronNorm:
@@ -25,9 +26,6 @@ class _MegatronNorm:
     With ``--apply-layernorm-1p`` the stored weight is gamma - 1, so that weight decay pulls gamma
     to one.
     """
-
-    adds_in_one_pass = True
-    """Whether ``taco_kernels.residual_norm`` computes the same norm behind a residual add."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused
@@ -44,6 +42,8 @@ class _MegatronNorm:
         # Before the constructor of torch's, which initialises the weight.
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         super().__init__(hidden_size, eps=eps)
+        self.adds_in_one_pass = hidden_size <= residual_norm.LONGEST_ROW
+        """Whether ``taco_kernels.residual_norm`` computes the same norm behind a residual add."""
         for parameter in self.parameters():
             # Each rank sees part of the sequence: finalize_model_grads sums these gradients over
             # the ranks.
