@@ -538,9 +538,9 @@ def iterations_of_check(options: Namespace, graphs: str) -> int:
     """Return the most iterations that --compression auto takes to check its choice."""
     # Four iterations, then rounds. A round measures a block of everything compressed, one without
     # each dimension, and with tensor parallelism one of a safer codec and up to three in halves of a
-    # micro-batch.
+    # micro-batch. In graphs a block has an iteration without one and a capture, too.
     rounds = 1
-    block = 4 + untimed(graphs)
+    block = 6
     if graphs == "none":
         rounds = 2
         block = 4

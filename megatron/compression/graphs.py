@@ -282,9 +282,11 @@ class WholeIterations:
         changed = any(self._known.get(name, value) != value for name, value in now.items())
         self._known |= now
         if changed:
+            # One pass without a graph sets up what is sent for the first time. The warm-up steps
+            # that Megatron asks for are those of a process: whatever is left of them still runs.
+            begun = {name: min(number, warm_up - 1) for name, number in passes.items()}
             reset(wrapper)
-            for name in passes:
-                passes[name] = first
+            passes.update(begun)
             self._log(
                 f"compression changes at iteration {policy.iteration() + 1} ({stage}): capturing "
                 "CUDA graphs again"
@@ -306,8 +308,8 @@ class WholeIterations:
 def reset(wrapper: Any) -> None:
     """Free the graphs of a ``FullCudaGraphWrapper``, those of training and of validation.
 
-    They share a pool of memory, which is free when none has it. The next passes begin anew with
-    their warm-up steps.
+    They share a pool of memory, which is free when none has it. megatron-core counts the next
+    passes from 0, as if none had warmed up.
     """
     from megatron.core import full_cuda_graph  # settings are read without megatron-core, too
 

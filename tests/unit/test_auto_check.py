@@ -58,7 +58,7 @@ class CheckedRun:
         first: int = 0,
         iterations: int = 60,
         skipped: Sequence[int] = (),
-        capturing: int = 0,
+        **graphs: int,
     ) -> "CheckedRun":
         """Run iterations under a check of what dimensions gain.
 
@@ -68,12 +68,10 @@ class CheckedRun:
             first: the first compressed iteration.
             iterations: how many there are.
             skipped: iterations that Megatron skips.
-            capturing: iterations at the beginning of a block that a CUDA graph's capture takes.
+            graphs: arguments of ``Check`` that CUDA graphs have.
         """
         trials = trials_of(dimensions)
-        check = Check(
-            trials, dimensions, first, self.take, self.verdicts.append, capturing=capturing
-        )
+        check = Check(trials, dimensions, first, self.take, self.verdicts.append, **graphs)
         return self.follow(check, lambda trial: seconds(left_out(trial)), iterations, skipped)
 
     def follow(
@@ -152,28 +150,34 @@ def test_a_dimension_that_costs_time_is_off_from_then_on(run):
 
 
 class Capturing:
-    """Seconds of iterations in CUDA graphs: after each change two run eager and one is captured."""
+    """Seconds of iterations in CUDA graphs: after a change one runs eager and one is captured.
 
-    def __init__(self) -> None:
-        self.previous: set[str] | None = None
-        self.slow = 0
+    Args:
+        warm_up: iterations that run eager in the beginning.
+    """
+
+    def __init__(self, warm_up: int) -> None:
+        self.previous: set[str] = set()
+        self.slow = warm_up + 2
 
     def seconds(self, left_out: set[str]) -> float:
+        self.slow -= 1
         if left_out != self.previous:
-            self.slow = 3
-        else:
-            self.slow -= 1
+            self.slow = 2
         self.previous = left_out
         return 9.0 if self.slow > 0 else tp_saves_a_fifth(left_out)
 
 
-def test_in_a_cuda_graph_only_replays_are_timed(run):
+@pytest.mark.parametrize("warm_up", [3, 7])
+def test_in_a_cuda_graph_only_replays_are_timed(run, warm_up: int):
     """There is one block with and one without compression, each longer by what a capture takes."""
-    run.train(Capturing().seconds, ("tensor_parallel",), capturing=3)
-    length = TURN + 3
+    settings = dict(warm_up=warm_up, capturing=checks.CAPTURING)
+    run.train(Capturing(warm_up).seconds, ("tensor_parallel",), **settings)
+    first = 1 + warm_up
+    length = TURN + checks.CAPTURING
     blocks = [set()] * length + [WITHOUT_TP] * length
-    assert run.history[FIRST_BLOCK : FIRST_BLOCK + 2 * length] == blocks
-    assert not any(run.history[FIRST_BLOCK + 2 * length :])
+    assert run.history[first : first + 2 * length] == blocks
+    assert not any(run.history[first + 2 * length :])
     assert not run.off
     assert run.gains == [{"tensor_parallel": pytest.approx(0.2)}]
 
@@ -406,5 +410,5 @@ def test_in_graphs_a_capture_that_comes_again_is_counted(run):
 def test_the_most_iterations_of_a_check():
     """A benchmark runs as many before it measures."""
     trials = trials_of(("tensor_parallel", "data_parallel"), halves=True, safer=SAFER)
-    check = Check(trials, BOTH, 0, lambda trial: None, lambda verdict: None, capturing=4)
-    assert checks.most_iterations(2, 4) == FIRST_BLOCK + check.iterations
+    check = Check(trials, BOTH, 0, lambda trial: None, lambda verdict: None, capturing=2)
+    assert checks.most_iterations(2, capturing=2) == FIRST_BLOCK + check.iterations

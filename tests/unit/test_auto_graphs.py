@@ -194,10 +194,10 @@ CAPTURED_ONCE = (
 
 
 # Without graphs there are two blocks with the codec, two without, and two with the safer one. With
-# graphs of iterations there is one of each, longer by two iterations to warm up and a capture.
+# graphs of iterations there is one of each, longer by an iteration without a graph and a capture.
 @pytest.mark.parametrize(
     ("graphs", "iterations"),
-    [("none", 6 * check.BLOCK), ("full_iteration", 3 * (check.BLOCK + 3))],
+    [("none", 6 * check.BLOCK), ("full_iteration", 3 * (check.BLOCK + check.CAPTURING))],
 )
 def test_iterations_with_and_without_compression_are_compared(begin, graphs, iterations) -> None:
     run, log = begin(graphs)

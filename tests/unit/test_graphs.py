@@ -240,18 +240,22 @@ def train(
     [
         (dict(warm_up=2), "e e c r r r r r r r"),
         # Compression begins: never in a capture, so the graph without it is captured later.
-        (dict(warm_up=2, start_iteration=5), "e e c r r e e c r r"),
-        (dict(warm_up=2, start_iteration=2), "e e e e c r r r r r"),
+        # One pass without a graph before it, and the warm-up steps of the beginning in any case.
+        (dict(warm_up=2, start_iteration=5), "e e c r r e c r r r"),
+        (dict(warm_up=2, start_iteration=2), "e e e c r r r r r r"),
+        (dict(warm_up=4, start_iteration=1), "e e e e c r r r r r"),
+        (dict(warm_up=4, start_iteration=3), "e e e e c r r r r r"),
+        (dict(warm_up=4, start_iteration=4), "e e e e e c r r r r"),
         (dict(warm_up=0, start_iteration=5), "e c r r r e c r r r"),
         (dict(warm_up=1, start_iteration=5, evaluate=(1, 2, 3, 6, 7)), "e cE rC rR r e cE rC r r"),
         # Other micro-batches, and gradients that are reduced in full for a file.
-        (dict(warm_up=2, grows=5), "e e c r r e e c r r"),
+        (dict(warm_up=2, grows=5), "e e c r r e c r r r"),
         (dict(warm_up=1, saves=4), "e c r r e e c r r r"),
         # The meter begins, as after the comparison of --compression auto.
         (dict(warm_up=1, measures_from=4), "e c r r e c r r r r"),
         # Under a bound iterations 3 and 7 measure without a graph; 7 switches compression off.
         (dict(warm_up=1, bound=0.1), "e c r e c r r e e c"),
-        (dict(warm_up=3, bound=0.1), "e e e e c r r e e e"),
+        (dict(warm_up=3, bound=0.1), "e e e e c r r e e c"),
         # A measuring iteration needs both graphs' memory; evaluation's is captured without warm-up.
         (dict(warm_up=1, bound=0.1, evaluate=(0, 1, 2, 4, 5)), "eE cC rR e cC rR r e e c"),
     ],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.compression import graphs
 from megatron.compression.auto import plan as plans
-from megatron.compression.auto.check import TENSOR, Check, Trial, Verdict
+from megatron.compression.auto.check import CAPTURING, TENSOR, WARM_UP, Check, Trial, Verdict
 from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.auto.plan import BUDGET, FILE, RunPlan, largest
@@ -178,10 +178,12 @@ class Automatic:
                 )
         elif not plan.checked:
             trials = schedules.prepare(plan, chunks)
-        # Each block of iterations is captured anew, after its warm-up.
+        warm_up = WARM_UP
         capturing = 0
         if graphs.whole_iterations(self.args):
-            capturing = self.args.cuda_graph_warmup_steps + 1
+            # The graph of the first block is captured before it, those of the others in it.
+            warm_up = max(warm_up, self.args.cuda_graph_warmup_steps)
+            capturing = CAPTURING
         self._check = Check(
             trials,
             compressed,
@@ -189,6 +191,7 @@ class Automatic:
             schedules.take,
             self._checked,
             self._loss_of,
+            warm_up,
             capturing,
         )
         policy = self.session.run.policy

@@ -27,6 +27,9 @@ BLOCK = 4
 left."""
 ROUNDS = 2
 """Blocks of each kind; one where each block is captured anew."""
+CAPTURING = 2
+"""Further iterations of a block in CUDA graphs of whole iterations, which are not timed: one without
+a graph, and one in which it is captured (``graphs.WholeIterations``)."""
 TENSOR = "tensor_parallel"
 
 
@@ -194,6 +197,8 @@ class Check:
         take: called on all ranks with the way to train from the next iteration on.
         decided: called on all ranks with the result, after ``take`` of it.
         loss_of: percent of validation loss that tensor parallelism costs in a trial.
+        warm_up: iterations before the first block; in CUDA graphs those that Megatron warms up
+            with, if they are more.
         capturing: further iterations of a block, in which a CUDA graph is captured; replays are
             timed.
     """
@@ -206,9 +211,11 @@ class Check:
         take: Callable[[Trial], None],
         decided: Callable[[Verdict], None],
         loss_of: Callable[[Trial], float] = lambda trial: 0.0,
+        warm_up: int = WARM_UP,
         capturing: int = 0,
     ) -> None:
         self._dimensions = dimensions
+        self._warm_up = warm_up
         self._first = first
         self._take = take
         self._decided = decided
@@ -256,7 +263,7 @@ class Check:
     def is_due(self, iteration: int) -> bool:
         """Return whether the warm-up has ended with this iteration, counted from 1, or before."""
         if self._starts_at is None:
-            self._starts_at = max(iteration, self._first) + WARM_UP
+            self._starts_at = max(iteration, self._first) + self._warm_up
         return iteration >= self._starts_at
 
     def on_training_log(self, iteration: int) -> None:
@@ -338,13 +345,14 @@ class Check:
         return max(0.0, extra)
 
 
-def most_iterations(dimensions: int, capturing: int = 0) -> int:
+def most_iterations(dimensions: int, warm_up: int = WARM_UP, capturing: int = 0) -> int:
     """Return the most iterations that a check takes, with those before it.
 
     Args:
         dimensions: how many have ranks.
-        capturing: further iterations of a block, in which a CUDA graph is captured; 0: none is.
+        warm_up: as of ``Check``.
+        capturing: as of ``Check``; 0: there are no CUDA graphs.
     """
     trials = trials_of([TENSOR, *map(str, range(dimensions - 1))], halves=True, safer="safer")
     rounds = 1 if capturing else ROUNDS
-    return 1 + WARM_UP + rounds * len(trials) * (BLOCK + capturing)
+    return 1 + warm_up + rounds * len(trials) * (BLOCK + capturing)
