@@ -3,7 +3,7 @@
 
     python -m scripts.accuracy.pretrained --work-dir W
     python -m scripts.accuracy.pretrained --work-dir W --kinds as-is --settings int8 e4m3-mx
-    python -m scripts.accuracy.pretrained --work-dir W --seeds 0 1 2 --settings int8 taco sdp4bit-dp
+    python -m scripts.accuracy.pretrained --work-dir W --seeds 0 1 --settings int8 taco:outliers=off
     python -m scripts.accuracy.pretrained --work-dir W --table
 
 Each setting (named as in settings.py, or a control of CONTROLS) is measured in two ways. As it is:
@@ -34,13 +34,15 @@ BASE = "none"
 """The setting that others are compared with."""
 SETTINGS = (
     "int8",
-    "taco",
+    "taco:outliers=off",
     "taco:outliers=on",
     "int8:outliers=on",
     "int6:outliers=on",
     "int6",
     "none-tp3",
     "int5:outliers=on",
+    "int6:outliers=on,,int5:outliers=on",
+    "int5:outliers=on/int6:outliers=on,,int5:outliers=on",
     "e4m3-tensor",
     "e4m3-token",
     "e4m3-mx",
@@ -52,7 +54,7 @@ SETTINGS = (
     "identity",
     "int8-pp",
     "pipeline-6bit-pp",
-    "taco-pp",
+    "taco:outliers=off-pp",
     "tah-quant-pp",
     "sdp4bit-dp",
     "int8,,none-dp",

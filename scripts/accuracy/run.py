@@ -2,7 +2,7 @@
 """Train under different codecs, the last quarter of a training each: final-quarter continuation
 runs.
 
-    python -m scripts.accuracy.run --work-dir W --settings taco int8 int6:group=64-sp tah-quant-pp
+    python -m scripts.accuracy.run --work-dir W --settings taco:outliers=off int8 int6:group=64-sp tah-quant-pp
     sdp4bit-dp
 
 The uncompressed run of each seed leaves a checkpoint at three quarters of its steps. Every setting
@@ -32,7 +32,16 @@ STEPS = 1232
 parameter: 0.36."""
 LATE = 3 / 4
 """The part of the schedule after which the settings start."""
-SETTINGS = ("none-tp2", "int8", "taco", "int6", "int6,,int5", "int5/int6,,int5", "int5", "int4")
+SETTINGS = (
+    "none-tp2",
+    "int8",
+    "taco:outliers=off",
+    "int6",
+    "int6,,int5",
+    "int5/int6,,int5",
+    "int5",
+    "int4",
+)
 """What is trained without --settings. none-tp2 is the same mathematics with other roundings."""
 
 
