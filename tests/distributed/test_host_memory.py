@@ -26,6 +26,7 @@ from megatron.compression.communication import (
     Transports,
     host_memory,
 )
+from megatron.compression.communication.collectives import all_reduce
 from megatron.compression.communication.host_memory import (
     SLOTS,
     HostMemory,
@@ -34,7 +35,7 @@ from megatron.compression.communication.host_memory import (
     largest,
 )
 from megatron.compression.communication.topology import Topology, find_topology
-from megatron.compression.communication.transport import HostTransport
+from megatron.compression.communication.transport import HostTransport, TorchTransport
 from megatron.compression.data_parallel.codec_gradients import CodecGradientSync
 from megatron.compression.data_parallel.compressor import GradientBucket
 from megatron.compression.data_parallel.weights import BucketWeights
@@ -192,6 +193,35 @@ class Exchanges:
 def test_exchanges_have_the_results_of_torch_distributed() -> None:
     """They are uneven, empty, larger than the rings, of two types, and several are under way."""
     spawn(exchanges_worker, 3)
+
+
+SUMMED = ("int6", "int6:outliers=on", "taco", "int8:normalize=standardize", "sdp4bit", "identity")
+"""Codecs that encode into memory themselves, and codecs of which a payload is copied there."""
+
+
+def sums_worker(rank: int, world: int) -> None:
+    """Compare sums of two ranks through host memory with torch.distributed's, bit by bit."""
+    host_memory._FOLDER = tempfile.gettempdir()
+    through_memory = HostTransport(HostMemory(dist.group.WORLD, Threads))
+    by_torch = TorchTransport(dist.group.WORLD)
+    assert through_memory.in_place and not by_torch.in_place
+    generator = torch.Generator().manual_seed(rank)
+    for spec in SUMMED:
+        codec = parse_codec(spec)
+        for tokens in (0, 1, 7):  # nothing, less than a group, no whole number of them
+            x = torch.randn(tokens, 3, 128, generator=generator).bfloat16()
+            before = x.clone()
+            works = [all_reduce(x, codec, transport) for transport in (through_memory, by_torch)]
+            actual, expected = (work.wait() for work in works)
+            assert torch.equal(actual, expected), (spec, tokens)
+            assert torch.equal(x, before)
+            # The sum in the addend's place, which is free once it is encoded.
+            all_reduce(x, codec, through_memory, x).wait()
+            assert torch.equal(x, expected), (spec, tokens)
+
+
+def test_payloads_that_are_encoded_where_they_are_gathered_have_the_same_bits() -> None:
+    spawn(sums_worker, 2)
 
 
 closed: list[int] = []

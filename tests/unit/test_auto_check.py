@@ -171,7 +171,7 @@ class Capturing:
 @pytest.mark.parametrize("warm_up", [3, 7])
 def test_in_a_cuda_graph_only_replays_are_timed(run, warm_up: int):
     """There is one block with and one without compression, each longer by what a capture takes."""
-    settings = dict(warm_up=warm_up, capturing=checks.CAPTURING)
+    settings = dict(graph_warm_up=warm_up, capturing=checks.CAPTURING)
     run.train(Capturing(warm_up).seconds, ("tensor_parallel",), **settings)
     first = 1 + warm_up
     length = TURN + checks.CAPTURING

@@ -9,6 +9,7 @@ import torch
 from megatron.compression.codecs import Codec, parse_codec
 from megatron.compression.codecs.base import TwoHops
 from megatron.compression.codecs.contract import check_contract
+from megatron.compression.codecs.grouped import TacoCodec
 from megatron.compression.data_parallel.codec_gradients import (
     CodecGradients,
     parse_gradient_compressor,
@@ -129,7 +130,16 @@ class Negates(Halves):
         return -super().decode(payloads, shape, dtype)
 
 
+@dataclass(frozen=True)
+class InheritsEncodeInto(TacoCodec):
+    """It encodes twice its values, where the codec that it inherits from encodes into memory."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return super().encode(2 * x)
+
+
 MISTAKES = {
+    InheritsEncodeInto: "encode_into writes other bytes than encode returns; write both",
     FloatSize: r"payload_bytes returns 2000\.0; return a whole number",
     ClampsInfinity: "inf that is encoded decodes to finite numbers",
     DividesByScale: "zeros do not decode to zeros; a scale of zero needs a case of its own",

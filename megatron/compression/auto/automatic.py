@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.compression import graphs
 from megatron.compression.auto import plan as plans
-from megatron.compression.auto.check import CAPTURING, TENSOR, WARM_UP, Check, Trial, Verdict
+from megatron.compression.auto.check import CAPTURING, TENSOR, Check, Trial, Verdict
 from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config
 from megatron.compression.auto.plan import BUDGET, FILE, RunPlan, largest
@@ -178,11 +178,11 @@ class Automatic:
                 )
         elif not plan.checked:
             trials = schedules.prepare(plan, chunks)
-        warm_up = WARM_UP
+        graph_warm_up = 0
         capturing = 0
         if graphs.whole_iterations(self.args):
-            # The graph of the first block is captured before it, those of the others in it.
-            warm_up = max(warm_up, self.args.cuda_graph_warmup_steps)
+            # The graph of the first block is captured before it, those of the others in them.
+            graph_warm_up = self.args.cuda_graph_warmup_steps
             capturing = CAPTURING
         self._check = Check(
             trials,
@@ -191,7 +191,7 @@ class Automatic:
             schedules.take,
             self._checked,
             self._loss_of,
-            warm_up,
+            graph_warm_up,
             capturing,
         )
         policy = self.session.run.policy

@@ -197,8 +197,8 @@ class Check:
         take: called on all ranks with the way to train from the next iteration on.
         decided: called on all ranks with the result, after ``take`` of it.
         loss_of: percent of validation loss that tensor parallelism costs in a trial.
-        warm_up: iterations before the first block; in CUDA graphs those that Megatron warms up
-            with, if they are more.
+        graph_warm_up: iterations that Megatron runs before it captures its first CUDA graph, which
+            is that of the first block; 0: there are no graphs.
         capturing: further iterations of a block, in which a CUDA graph is captured; replays are
             timed.
     """
@@ -211,11 +211,12 @@ class Check:
         take: Callable[[Trial], None],
         decided: Callable[[Verdict], None],
         loss_of: Callable[[Trial], float] = lambda trial: 0.0,
-        warm_up: int = WARM_UP,
+        graph_warm_up: int = 0,
         capturing: int = 0,
     ) -> None:
         self._dimensions = dimensions
-        self._warm_up = warm_up
+        self._warm_up = max(WARM_UP, graph_warm_up)
+        """Iterations before the first block, after the first one."""
         self._first = first
         self._take = take
         self._decided = decided
@@ -345,14 +346,14 @@ class Check:
         return max(0.0, extra)
 
 
-def most_iterations(dimensions: int, warm_up: int = WARM_UP, capturing: int = 0) -> int:
+def most_iterations(dimensions: int, graph_warm_up: int = 0, capturing: int = 0) -> int:
     """Return the most iterations that a check takes, with those before it.
 
     Args:
         dimensions: how many have ranks.
-        warm_up: as of ``Check``.
+        graph_warm_up: as of ``Check``.
         capturing: as of ``Check``; 0: there are no CUDA graphs.
     """
     trials = trials_of([TENSOR, *map(str, range(dimensions - 1))], halves=True, safer="safer")
     rounds = 1 if capturing else ROUNDS
-    return 1 + warm_up + rounds * len(trials) * (BLOCK + capturing)
+    return 1 + max(WARM_UP, graph_warm_up) + rounds * len(trials) * (BLOCK + capturing)

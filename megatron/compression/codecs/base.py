@@ -140,8 +140,15 @@ class Codec(abc.ABC):
         return torch.stack([self.encode(rows) for rows in x])
 
     def encode_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write ``encode`` of one row ``x [1, *shape]`` into ``out``, uint8 ``[1, bytes]``, and
-        return it."""
+        """Write ``encode`` of one row ``x [1, *shape]`` into ``out`` and return that.
+
+        A codec whose kernel can write anywhere overrides it and saves a copy.
+
+        Args:
+            x: as of ``encode``.
+            out: contiguous uint8 ``[1, payload_bytes(shape)]``, at a multiple of 16 bytes where that
+                divides ``payload_bytes``.
+        """
         return out.copy_(self.encode(x))
 
     def decode_sum(

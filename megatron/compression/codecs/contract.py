@@ -77,6 +77,11 @@ def _mistake(codec: Codec, x: torch.Tensor) -> str | None:
             return mistake
         if not torch.equal(x, before):
             return "encode changes its input; work on a copy, since the tensor is used afterwards"
+        step = f"encode_into of {values}"
+        out = payloads.new_zeros(1, payload_bytes)
+        # A codec that inherits from one of this package may have inherited the other's.
+        if not torch.equal(codec.encode_into(x[:1], out), codec.encode(x[:1])):
+            return "encode_into writes other bytes than encode returns; write both, or neither"
         step = f"decode of {rows} payloads of {values}"
         decoded = codec.decode(payloads, shape, dtype)
         if mistake := _decoded_mistake(decoded, x):
