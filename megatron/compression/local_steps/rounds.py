@@ -23,7 +23,7 @@ from megatron.compression.communication.objects import gather_objects
 from megatron.compression.errors import InputError
 from megatron.compression.local_steps.checkpoint import StateInCheckpoints
 from megatron.compression.local_steps.config import LocalStepsConfig
-from megatron.compression.local_steps.link import DataCentreLink, Exchange
+from megatron.compression.local_steps.link import ITERATION, DataCentreLink, Exchange
 from megatron.compression.local_steps.masters import MasterShard
 from megatron.compression.local_steps.outer_optimizer import OuterOptimizer
 from megatron.compression.local_steps.samples import take_share
@@ -117,7 +117,7 @@ class LocalSteps:
             config.timeout_minutes * 60,
             self.log,
         )
-        self.link.agree(config.common() | parallel_sizes() | {"the iteration": iteration})
+        self.link.agree(config.common() | parallel_sizes() | {ITERATION: iteration})
         self._compare_weights(iteration)
         payload = sum(self._payload_bytes(fragment) for fragment in range(config.fragments))
         sent = (2 if self._sends_pieces else 1) * payload
