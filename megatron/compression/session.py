@@ -308,7 +308,9 @@ class Session:
 
         Raises:
             CompressionConfigError: a part of a spec by site that meets no site on any rank.
+            InputError: ranks of this job were started as ranks of different data centres.
         """
+        self.local_steps.check_job()
         codecs = [codec for rule in self.run.policy.rules.values() for codec in rule.codecs]
         # A codec of the user's own is tried once here, so that a mistake is one line at the start.
         for traffic, rule in self.run.policy.rules.items():

@@ -258,4 +258,4 @@ def test_a_data_centre_that_does_not_start_is_waited_for_within_a_limit() -> Non
         ranks=1,
         check=False,
     )
-    assert "data centre 1 has not answered for 1 s" in zero.errors[0]
+    assert "data centre 1 has not started within 1 s" in zero.errors[0]

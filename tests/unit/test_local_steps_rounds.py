@@ -37,6 +37,17 @@ class Vector:
     def publish(self) -> None:
         self.published += 1
 
+    def gather(self) -> None:
+        """Every rank's shard is this one's."""
+
+    def weights(self) -> torch.Tensor:
+        return self.values.clone()
+
+    def set_weights(self, stored: torch.Tensor) -> None:
+        self.values.copy_(stored)
+
+    set_weights_to = set_weights
+
 
 @dataclass
 class Sent:
@@ -152,3 +163,17 @@ def test_the_ledger_counts_what_crosses() -> None:
     [sent] = [row for row in rounds.ledger.rows() if row["sent_bytes"]]
     assert (sent["traffic"], sent["link"]) == ("dp.outer", "inter")
     assert sent["sent_bytes"] == 2 * 4 * VALUES
+
+
+def test_an_error_in_an_evaluation_is_not_followed_by_a_collective() -> None:
+    """Without one the weights are the local ones again; with one nothing is gathered, since other
+    ranks may not have raised."""
+    rounds = local_steps(steps=2)
+    train(rounds, 3)
+    local = rounds.shard.values.clone()
+    with rounds.anchor_in_weights():
+        assert torch.equal(rounds.shard.values, rounds.outer.anchor)
+    assert torch.equal(rounds.shard.values, local)
+    with pytest.raises(OSError, match="disk"), rounds.anchor_in_weights():
+        rounds.shard.set_weights = None
+        raise OSError("disk is full")

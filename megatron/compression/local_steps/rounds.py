@@ -80,6 +80,16 @@ class LocalSteps:
 
     # The start
 
+    def check_job(self) -> None:
+        """Refuse a job whose ranks lie in several data centres; before they load checkpoints, each
+        from its data centre's folder. Collective over the job.
+
+        Raises:
+            InputError: ranks were started with different numbers of their data centre.
+        """
+        if self.config.enabled:
+            check_one_side(self.config.data_centre)
+
     def follow(self, optimizer: Any) -> None:
         """Make the vector of this rank's masters. Collective inside this data centre."""
         if self.shard is not None:
@@ -109,7 +119,6 @@ class LocalSteps:
         self.follow(optimizer)
         self._take_anchor()
         config = self.config
-        check_one_side(config.data_centre)
         self.link = DataCentreLink(
             config.address,
             config.data_centres,
@@ -340,7 +349,11 @@ class LocalSteps:
     @contextlib.contextmanager
     def anchor_in_weights(self) -> Iterator[None]:
         """Have the model's weights hold the anchor in the body. Collective inside this data
-        centre."""
+        centre.
+
+        Where the body raises, they stay the anchor: putting the local weights back is collective,
+        and a rank whose disk is full would wait for ranks that wait for it, instead of ending.
+        """
         if self.outer is None:
             yield
             return
@@ -349,12 +362,10 @@ class LocalSteps:
             self.shard.gather()
             self._local_weights = self.shard.weights()
             self.shard.set_weights_to(self.outer.anchor)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                self.shard.set_weights(self._local_weights)
-            self._local_weights = None
+        yield
+        with torch.no_grad():
+            self.shard.set_weights(self._local_weights)
+        self._local_weights = None
 
     # Checkpoints
 
