@@ -238,9 +238,12 @@ class TestHalves:
         chosen = "int6:outliers=on, back int5:outliers=on"
         names = [chosen, "uncompressed", "int8:outliers=on"]
         names += [f"{name} in halves" for name in ("uncompressed", chosen, "int8:outliers=on")]
-        times = ", ".join(rf"{name} [\d.]+ ms" for name in names)
-        line = f"tensor parallelism, an iteration: {times}: int8:outliers=on in halves"
+        times = ", ".join(rf"[\d.]+ ms {name}" for name in names)
+        taken = "int8:outliers=on in halves"
+        line = f"tensor parallelism: an iteration takes {times}; from now on {taken}"
         assert re.search(line, run.output)
+        flags = "--tp-compression tensor-8bit --compression-min-mb 0 --tp-compression-overlap halves"
+        assert f"the same without timings: {flags} in place of --compression auto" in run.output
         assert re.search(r"cost as much time as \d+ iterations: .* and 24 iterations", run.output)
 
     def test_a_resume_goes_on_in_halves(self, run: Run, resumed: Run) -> None:
@@ -268,7 +271,7 @@ def test_halves_that_are_not_covered_are_not_tried(flags: str, line: str | None)
         assert "halves are not tried" not in run.output
     else:
         assert line in run.output
-    assert f"the first {2 * 3 * 2} iterations compare 3 ways to train" in run.output
+    assert f"the first {2 * 3 * 2} iterations after a warm-up compare 3 ways" in run.output
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from megatron.compression.auto import plan as plans
 from megatron.compression.auto.check import CAPTURING, TENSOR, Check, Trial, Verdict
 from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config
-from megatron.compression.auto.plan import BUDGET, FILE, RunPlan, largest
+from megatron.compression.auto.plan import BUDGET, FILE, RunPlan, flag, largest
 from megatron.compression.auto.recommendation import layer_passes, recommendation
 from megatron.compression.auto.safety import Safety, without_replaced_flags
 from megatron.compression.auto.schedules import Schedules, shortage, tensor_recipe
@@ -21,6 +21,7 @@ from megatron.compression.errors import CompressionConfigError
 from megatron.compression.expert_parallel.flex import sends_by_flex, switch_to_alltoall
 from megatron.compression.loss_meter import LossCost
 from megatron.compression.session import Session
+from megatron.compression.tensor_parallel.config import HALVES
 
 
 class Automatic:
@@ -210,16 +211,18 @@ class Automatic:
         """Log a decision."""
         assert self._check is not None
         self._tell(
-            f"decided in {plan.seconds:.1f} s. Loss budget {plan.budget:g} %. Estimated iteration: "
+            f"decided in {plan.seconds:.1f} s, for at most +{plan.budget:g} % of loss "
+            f"(--compression-loss-budget). Estimated uncompressed iteration: "
             f"{plan.iteration_ms:.4g} ms ({plan.computation_ms:.3g} compute)"
         )
         for line in plan.table():
             self._log(f" {line}")
         if not self._check.done:
-            self._tell(
-                f"the first {self._check.iterations} iterations compare {self._check.count} ways "
-                f"to train{', some in halves' if self._check.tries_halves else ''}"
-            )
+            line = f"the first {self._check.iterations} iterations after a warm-up compare "
+            line += f"{self._check.count} ways to train"
+            if self._check.tries_halves:
+                line += f", some with {HALVES}"
+            self._tell(line)
         self.session.describe()
 
     def _loss_of(self, trial: Trial) -> float:
@@ -264,6 +267,7 @@ class Automatic:
             )
         self._settle(self._decided(plan))
         self._store(plan)
+        self._tell(self._to_type(plan))
 
     def _compared(self, verdict: Verdict) -> str:
         """Return a line on what an iteration takes by each way that tensor parallelism could go, and
@@ -271,8 +275,22 @@ class Automatic:
         parts = []
         for trial, timing in verdict.timings.items():
             if trial.off <= {TENSOR}:
-                parts.append(f"{self._name(trial)} {1e3 * timing.seconds:.4g} ms")
-        return f"tensor parallelism, an iteration: {', '.join(parts)}: {self._name(verdict.trial)}"
+                parts.append(f"{1e3 * timing.seconds:.4g} ms {self._name(trial)}")
+        chosen = self._name(verdict.trial)
+        return f"tensor parallelism: an iteration takes {', '.join(parts)}; from now on {chosen}"
+
+    def _to_type(self, plan: RunPlan) -> str:
+        """Return a line with the flags that give the decided run without timings."""
+        recipes = plan.recipes()
+        words = [flag(dimension, recipe) for dimension, recipe in recipes.items()]
+        if TENSOR in recipes and self.config.tensor_parallel.min_mb is None:
+            # Messages of a layer have one size, which was timed; by default small ones are left out.
+            words.append("--compression-min-mb 0")
+        if plan.halves:
+            words.append(HALVES)
+        if not words:
+            return "the same without timings: drop --compression auto"
+        return f"the same without timings: {' '.join(words)} in place of --compression auto"
 
     def _name(self, trial: Trial) -> str:
         """Return how tensor parallelism goes in a trial, in words."""

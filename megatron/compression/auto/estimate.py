@@ -32,7 +32,7 @@ from megatron.compression import graphs
 from megatron.compression.auto import data_centres
 from megatron.compression.auto.measurement import dimension_config
 from megatron.compression.auto.messages import MessageKind, workload
-from megatron.compression.auto.plan import BUDGET, LEAST_GAIN, choose
+from megatron.compression.auto.plan import BUDGET, LEAST_GAIN, choose, flag
 from megatron.compression.codecs import Codec
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.communication.ledger import bytes_sent
@@ -45,7 +45,6 @@ from megatron.compression.errors import (
 from megatron.compression.flags import add_flags, resolve
 from megatron.compression.huggingface.models import add_qwen_arguments, expand
 from megatron.compression.megatron_checks import megatrons_own_check
-from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.markdown import table
 from megatron.compression.tensor_parallel.config import HALVES, halves_refusal
 from taco_kernels.common import ceil_div
@@ -525,16 +524,6 @@ class Estimate:
 def _without(recipes: Mapping[str, Recipe], dimension: str) -> dict[str, Recipe]:
     """Return the recipes of the other dimensions."""
     return {name: recipe for name, recipe in recipes.items() if name != dimension}
-
-
-def flag(dimension: str, recipe: Recipe) -> str:
-    """Return what to type for a recipe of a dimension."""
-    spec = recipe.named
-    if not spec:
-        spec = recipe.compression
-        if recipe.backward is not None:
-            spec += f" {recipe.backward}"
-    return f"{PARALLELISMS[dimension].flag} {spec}"
 
 
 def parameters(args: Namespace) -> int:

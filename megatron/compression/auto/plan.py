@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.compression.codecs.recipes import RECIPES, Recipe
 from megatron.compression.files import read_json, write_whole
+from megatron.compression.names import PARALLELISMS
 from megatron.compression.report.history import to_json
 from megatron.compression.report.markdown import table
 
@@ -207,6 +208,16 @@ def _recipe_of(plan: DimensionPlan) -> Recipe:
         if recipe.name == plan.name:
             return recipe
     raise TypeError(f"{plan.name!r} is no choice for {plan.dimension!r}")
+
+
+def flag(dimension: str, recipe: Recipe) -> str:
+    """Return what to type for a recipe of a dimension."""
+    spec = recipe.named
+    if not spec:
+        spec = recipe.compression
+        if recipe.backward is not None:
+            spec += f" {recipe.backward}"
+    return f"{PARALLELISMS[dimension].flag} {spec}"
 
 
 def within(budget: float, dimension: str) -> list[Recipe]:
