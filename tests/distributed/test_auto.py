@@ -242,7 +242,9 @@ class TestHalves:
         taken = "int8:outliers=on in halves"
         line = f"tensor parallelism: an iteration takes {times}; from now on {taken}"
         assert re.search(line, run.output)
-        flags = "--tp-compression tensor-8bit --compression-min-mb 0 --tp-compression-overlap halves"
+        flags = (
+            "--tp-compression tensor-8bit --compression-min-mb 0 --tp-compression-overlap halves"
+        )
         assert f"the same without timings: {flags} in place of --compression auto" in run.output
         assert re.search(r"cost as much time as \d+ iterations: .* and 24 iterations", run.output)
 
