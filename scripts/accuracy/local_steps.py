@@ -239,7 +239,6 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
     """Return markdown: a row for each setting, against the synchronous run, and against fp32
     differences of the same rounds."""
     valid = {(record["setting"], record["seed"]): record["valid"] for record in records}
-    seeds = sorted({record["seed"] for record in records})
     header = ["data centres x local steps", "differences", "above synchronous, %", "by seed"]
     header.append("above fp32 differences, %")
     rows = [header]
@@ -248,22 +247,38 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
             continue
         rounds, codec, *optimizer = name.split(":")
         exact = ":".join([rounds, "none", *optimizer])
-        above = []
-        above_exact = []
-        for seed in seeds:
-            if (name, seed) not in valid or (BASE, seed) not in valid:
-                continue
-            above.append(100 * (valid[name, seed] / valid[BASE, seed] - 1))
-            if codec != "none" and (exact, seed) in valid:
-                above_exact.append(100 * (valid[name, seed] / valid[exact, seed] - 1))
+        above = _above(valid, name, BASE)
         if not above:
             continue
-        shown_codec = "fp32" if codec == "none" else codec
-        against_exact = estimate(above_exact)[0] if above_exact else ""
+        shown_codec = "fp32"
+        against_exact = ""
+        if codec != "none":
+            shown_codec = codec
+            # Rounds without a codec may not have been trained.
+            above_exact = _above(valid, name, exact)
+            if above_exact:
+                against_exact = estimate(above_exact)[0]
         label = " ".join([rounds.replace("x", " x "), *optimizer])
         by_seed = ", ".join(f"{value:+.3f}" for value in above)
         rows.append([label, shown_codec, estimate(above)[0], by_seed, against_exact])
     return "\n".join(table(*rows))
+
+
+def _above(valid: dict[tuple[str, int], float], name: str, base: str) -> list[float]:
+    """Return by how many percent losses of a setting lie above those of another, of each seed that
+    both were trained with.
+
+    Args:
+        valid: validation losses by setting and seed.
+        name: the setting.
+        base: the other one.
+    """
+    seeds = sorted({seed for _, seed in valid})
+    return [
+        100 * (valid[name, seed] / valid[base, seed] - 1)
+        for seed in seeds
+        if (name, seed) in valid and (base, seed) in valid
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

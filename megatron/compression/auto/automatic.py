@@ -51,7 +51,9 @@ class Automatic:
         """Chunks of a model provider, until the last one is there."""
         self._host: HostWatch | None = None
         """Watches the host while it may turn out to be the bottleneck."""
-        self._budget = BUDGET if self.config.loss_budget is None else self.config.loss_budget
+        self._budget = BUDGET
+        if self.config.loss_budget is not None:
+            self._budget = self.config.loss_budget
         settings = {"loss_budget": self._budget}
         for name, value in self.config.asdict().items():
             if name not in SAME_RESULTS and name != "loss_budget":
@@ -126,8 +128,10 @@ class Automatic:
 
     def _decide(self, chunks: list[torch.nn.Module]) -> RunPlan:
         """Return the plan of an earlier part of this run, or a measured one; rank 0's for all."""
-        stored = [self._stored_plan() if dist.get_rank() == 0 else None]
         # Rank 0 alone may see the folder, and all ranks need one plan.
+        stored: list[RunPlan | None] = [None]
+        if dist.get_rank() == 0:
+            stored = [self._stored_plan()]
         dist.broadcast_object_list(stored, src=0)
         if stored[0] is not None:
             return stored[0]
@@ -299,7 +303,9 @@ class Automatic:
         name = "uncompressed"
         if TENSOR not in trial.off and tensor is not None and tensor.chosen:
             name = trial.recipe or tensor.name
-        return f"{name} in halves" if trial.halves else name
+        if trial.halves:
+            name += " in halves"
+        return name
 
     def _settle(self, config: CompressionConfig) -> None:
         """Let the session know the settings that the run goes on with: checkpoints and reports have

@@ -139,7 +139,10 @@ def _best_of_tensor_parallelism(
     timings: Mapping[Trial, Timing], dimensions: Sequence[str], loss_of: Callable[[Trial], float]
 ) -> Trial:
     """Return the trial by whose schedule and codec tensor parallelism goes."""
-    base = Trial(frozenset({TENSOR})) if TENSOR in dimensions else Trial()
+    base = Trial()
+    if TENSOR in dimensions:
+        base = Trial(frozenset({TENSOR}))
+    # Other dimensions stay as in the base: those trials differ by tensor parallelism alone.
     trials = [trial for trial in timings if trial.off <= base.off]
     # Not timed at all, since Megatron has skipped their iterations: as it was decided.
     if math.isnan(timings[base].seconds + timings[Trial()].seconds):
@@ -223,7 +226,7 @@ class Check:
         self._loss_of = loss_of
         self._untimed = 1 + capturing
         self._block_length = BLOCK + capturing
-        self._rounds = 1 if capturing else ROUNDS
+        self._rounds = _rounds(capturing)
         self._trials = list(trials)
         self._set_blocks()
         self._starts_at: int | None = None
@@ -243,8 +246,10 @@ class Check:
         self._slowdown: dict[Trial, float] = {trial: 0.0 for trial in trials}
         """Seconds of the untimed iterations of a block, the last one of its kind."""
         self.done = len(trials) < 2
-        self.iterations = 0 if self.done else self._block_length * len(self._blocks)
+        self.iterations = 0
         """Of all blocks."""
+        if not self.done:
+            self.iterations = self._block_length * len(self._blocks)
 
     @property
     def count(self) -> int:
@@ -355,5 +360,12 @@ def most_iterations(dimensions: int, graph_warm_up: int = 0, capturing: int = 0)
         capturing: as of ``Check``; 0: there are no CUDA graphs.
     """
     trials = trials_of([TENSOR, *map(str, range(dimensions - 1))], halves=True, safer="safer")
-    rounds = 1 if capturing else ROUNDS
-    return 1 + max(WARM_UP, graph_warm_up) + rounds * len(trials) * (BLOCK + capturing)
+    blocks = _rounds(capturing) * len(trials)
+    # The first iteration counts for itself: kernels are compiled in it.
+    return 1 + max(WARM_UP, graph_warm_up) + blocks * (BLOCK + capturing)
+
+
+def _rounds(capturing: int) -> int:
+    """Return how many blocks each way has."""
+    # A second capture of the same way would cost more than a drift of the machine.
+    return 1 if capturing else ROUNDS

@@ -93,10 +93,9 @@ def predict(
     seconds = fragments * seconds_of_fragment
     # Fragments are sent one after the other. A fragment has its delay, and all of them together have the round.
     hidden = settings.delay * iteration
-    waits = max(
-        fragments * max(0.0, seconds_of_fragment - hidden),
-        seconds - settings.steps * iteration if settings.delay else 0.0,
-    )
+    waits = fragments * max(0.0, seconds_of_fragment - hidden)
+    if settings.delay:
+        waits = max(waits, seconds - settings.steps * iteration)
     delay = (settings.delay or max(1, settings.steps - 1)) * iteration
     least = max(
         _bandwidth(bits / fragments, delay - latency),
@@ -106,7 +105,10 @@ def predict(
 
 
 def _bandwidth(bits: float, seconds: float) -> float:
-    return bits / seconds if seconds > 0 else math.inf
+    """Return the bits a second that a link needs; infinity where its latency alone is too long."""
+    if seconds <= 0:
+        return math.inf
+    return bits / seconds
 
 
 def rows(

@@ -204,7 +204,9 @@ class Group:
                 seconds += self.seconds("all_gather", payload(second, values, dtype))
                 seconds += kernels(second, decoded=values)
             return seconds
-        encoded = values / self.ranks if operation == "all_gather" else values
+        encoded: float = values
+        if operation == "all_gather":
+            encoded = values / self.ranks  # each rank has its own part
         seconds = self.seconds(operation, payload(second, values, dtype))
         return seconds + kernels(second, encoded=encoded, decoded=values)
 
@@ -288,7 +290,9 @@ def payload(codec: Codec, values: int, dtype: torch.dtype) -> int:
         dtype: theirs, which lossless payloads depend on.
     """
     # 2^20 values in any case, so that the bytes scale with ``values``.
-    shape = (1024, 1, 1024) if codec.sees_shape else (2**20,)
+    shape: tuple[int, ...] = (2**20,)
+    if codec.sees_shape:
+        shape = (1024, 1, 1024)  # tokens, samples, channels
     return codec.message_bytes(shape, dtype) * values // 2**20
 
 
@@ -397,7 +401,9 @@ class Estimate:
                 host_seconds += HOST_MESSAGE * message.count * parts
         if graphs.whole_iterations(args):
             host_seconds = 0.0  # one launch replays everything
-        gpu_seconds = self.work.seconds_in_halves(times) if halves else self.work.seconds(times)
+        gpu_seconds = self.work.seconds(times)
+        if halves:
+            gpu_seconds = self.work.seconds_in_halves(times)
         return Row(name, gpu_seconds, host_seconds, loss)
 
     def _seconds(self, message: MessageKind, codec: Codec | None, parts: int) -> float:
@@ -753,7 +759,9 @@ def report(options: Namespace, words: Sequence[str]) -> None:
         values = parameters(args) * args.tensor_model_parallel_size
         values *= args.pipeline_model_parallel_size
         # The last row is of the flags as given, where these compress something.
-        seconds = rows[-1].seconds if config.enabled else estimate.uncompressed_seconds
+        seconds = estimate.uncompressed_seconds
+        if config.enabled:
+            seconds = rows[-1].seconds
         print(data_centres.explanation(settings, options.outer))
         cells = data_centres.rows(settings, values, seconds, options.outer)
         print("\n".join(table(*cells, aligned=True)))
@@ -765,7 +773,9 @@ def _cells(rows: Sequence[Row], estimate: Estimate) -> list[list[str]]:
     """Return the table's cells, the header first."""
     cells = [["predicted", "GPU, ms", "host, ms", "iteration, ms", "times as fast", "cost in loss"]]
     for row in rows:
-        loss = "not known" if row.loss is None else f"+{row.loss:.3g} %"
+        loss = "not known"
+        if row.loss is not None:
+            loss = f"+{row.loss:.3g} %"
         speed_up = estimate.uncompressed_seconds / row.seconds
         milliseconds = [
             f"{1e3 * seconds:,.1f}" for seconds in (row.gpu_seconds, row.host_seconds, row.seconds)

@@ -286,7 +286,9 @@ class Measurement:
                 reason = f"not possible: {error}"
                 continue
             rules[recipe] = config.rules(0)
-        return Candidates(rules) if rules else Candidates(reason=reason)
+        if not rules:
+            return Candidates(reason=reason)
+        return Candidates(rules)
 
     def _gains(
         self, candidates: dict[str, Candidates], iteration: float

@@ -281,7 +281,9 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
             values: of one, over all ranks.
         """
         # During the last bucket nothing is computed: the backward pass has ended.
-        exposed_count = min(count, bucket * count / parameters) if overlap else 0.0
+        exposed_count = 0.0
+        if overlap:
+            exposed_count = min(count, bucket * count / parameters)
         return MessageKind(
             dimension="data_parallel",
             traffic=traffic,
@@ -294,8 +296,12 @@ def _data_parallel(args: Namespace, parameters: int, micro_batch: float) -> list
         )
 
     # Of a micro-batch a third is forward and two thirds are backward.
-    backward_seconds = micro_batch * 2 / 3 if args.overlap_grad_reduce else 0.0
-    forward_seconds = micro_batch / 3 if args.overlap_param_gather else 0.0
+    backward_seconds = 0.0
+    forward_seconds = 0.0
+    if args.overlap_grad_reduce:
+        backward_seconds = micro_batch * 2 / 3
+    if args.overlap_param_gather:
+        forward_seconds = micro_batch / 3
     messages = []
     if ranks > 1:
         messages.append(message("dp.gradient", "gradients", gradient_dtype, backward_seconds))

@@ -152,7 +152,8 @@ class RunPlan:
             loss = "-"
             if plan.chosen:
                 # What a safer setting gains was not timed.
-                gain = "-" if math.isnan(plan.gain) else f"{100 * plan.gain:.1f} %"
+                if not math.isnan(plan.gain):
+                    gain = f"{100 * plan.gain:.1f} %"
                 loss = f"+{plan.loss:.3g} %"
             dimension = plan.dimension.replace("_", " ")
             choice = plan.name

@@ -164,6 +164,7 @@ class Safety:
         for recipe in RECIPES[dimension]:
             if (recipe.compression, recipe.backward) == (present.compression, present.backward):
                 safer = [candidate for candidate in possible if candidate.loss < recipe.loss]
+                # The last one costs most: a step down is as small as it can be.
                 return safer[-1] if safer else None
         return possible[0] if possible else None
 

@@ -134,8 +134,12 @@ class Sender:
         site.backward = message.traffic
         exchange = TokenExchange()
         # Evenly: what a router would send is not known before training.
-        rows_of_a_rank = rows if message.operation == "gather_tokens" else rows // ranks
-        sizes = [rows_of_a_rank] * ranks if message.unequal else None
+        rows_of_a_rank = rows
+        if message.operation != "gather_tokens":
+            rows_of_a_rank //= ranks
+        sizes = None
+        if message.unequal:
+            sizes = [rows_of_a_rank] * ranks
 
         def send() -> torch.Tensor:
             with exchange.under_way({group: site}):
@@ -152,7 +156,9 @@ class Sender:
     def _run(self, message: MessageKind, rule: Rule | None) -> Run:
         """Return a run in which this message alone is compressed."""
         ledger = Ledger()
-        rules = {} if rule is None else {message.traffic: rule}
+        rules = {}
+        if rule is not None:
+            rules[message.traffic] = rule
         return Run(Policy(rules, ledger), ledger, transports=self._transports)
 
     def _gradients(self, message: MessageKind, rule: Rule | None) -> Send:
