@@ -12,7 +12,7 @@ untested."""
 
 REQUIRED = [
     "megatron-core>=0.19,<0.20",
-    "torch>=2.10,!=2.12.*,<2.16",
+    "torch>=2.10,<2.16",
     "triton>=3.6,<3.10",  # torch's wheels name the exact one
 ]
 

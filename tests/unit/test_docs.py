@@ -398,17 +398,6 @@ def test_the_workflow_runs_the_tests():
     assert version == "3.12"
 
 
-def test_the_workflow_runs_combinations_of_the_table():
-    """Of versions: what is tested every week is what docs/versions.md says was run."""
-    workflow = yaml.safe_load((REPO / ".github" / "workflows" / "tests.yml").read_text())
-    job = workflow["jobs"]["versions"]
-    assert any("scripts/test_versions.sh" in step.get("run", "") for step in job["steps"])
-    page = (REPO / "docs" / "versions.md").read_text()
-    for versions in job["strategy"]["matrix"]["include"]:
-        row = rf"^\| {versions['torch']} \| {versions['triton']} \| [0-9.]+ \| {versions['python']} \|"
-        assert re.search(row, page, re.M), versions
-
-
 def test_pre_commit_runs_tools_of_the_environment():
     config = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())
     [repo] = config["repos"]
