@@ -36,10 +36,12 @@ KEY = ("link", "layout", "mode", "model", "batch", "codec")
 """Two rows that agree in these are the same measurement; the later one stays."""
 TIMES = ("none", "none_least", "none_most", "ms", "least", "most")
 """Milliseconds of an iteration: uncompressed, then compressed; median, least and most."""
-COLUMNS = (*KEY, *TIMES, "memory", "machine", "date", "commit", "speed", "low", "high")
-COLUMNS += ("halves", "speed_over_halves")
-"""All of them. halves: milliseconds uncompressed in interleaved halves, in the same run; empty: it
-was not measured there."""
+STAMP = ("memory", "machine", "date", "commit")
+SPEEDS = ("speed", "low", "high")
+"""How many times as fast as uncompressed; from the worst case to the best one."""
+COLUMNS = (*KEY, *TIMES, *STAMP, *SPEEDS, "halves", "speed_over_halves")
+"""All columns of the file. halves: milliseconds uncompressed in interleaved halves, in the same
+run; empty: it was not measured there."""
 SORTED_LINKS = ["nvlink", "pcie", "ethernet", "25gbit", "10gbit"]
 
 # How the file calls what the benchmarks write.
@@ -78,13 +80,17 @@ class Bar:
             rows: the file's.
             column: of the speed-up; rows in which it is empty are left out.
         """
-        speeds = []
-        for row in rows:
-            is_mode = row["mode"] == self.mode if self.mode else "prefill" not in row["mode"]
-            if is_mode and (row["link"] in self.links and row["layout"] == self.layout):
-                if row["codec"] in self.codecs and row[column]:
-                    speeds.append(float(row[column]))
-        return sorted(speeds)
+        return sorted(float(row[column]) for row in rows if self._covers(row) and row[column])
+
+    def _covers(self, row: dict) -> bool:
+        """Return whether a row of the file was measured in this situation."""
+        if self.mode:
+            is_mode = row["mode"] == self.mode
+        else:
+            # Without CUDA graphs and in them alike; prompts have a table of their own.
+            is_mode = "prefill" not in row["mode"]
+        is_layout = row["link"] in self.links and row["layout"] == self.layout
+        return is_mode and is_layout and row["codec"] in self.codecs
 
 
 ETHERNET = ("ethernet", "25gbit", "10gbit")
@@ -288,7 +294,9 @@ def merged(rows: list[dict]) -> list[dict]:
         row["low"] = f"{none_least / most:.2f}"
         row["high"] = f"{none_most / least:.2f}"
         halves = row.get("halves", "")
-        row["speed_over_halves"] = f"{float(halves) / ms:.2f}" if halves else ""
+        row["speed_over_halves"] = ""
+        if halves:
+            row["speed_over_halves"] = f"{float(halves) / ms:.2f}"
 
     def order(key: tuple[str, ...]) -> tuple:
         link = key[0]
@@ -341,7 +349,9 @@ def figures(rows: list[dict]) -> str:
             median = f"{statistics.median(speeds):.2f}"
             extremes = f"{speeds[0]:.2f} to {speeds[-1]:.2f}"
             over_halves = bar.speeds(rows, "speed_over_halves")
-            halves = f"{statistics.median(over_halves):.2f}" if over_halves else "-"
+            halves = "-"
+            if over_halves:
+                halves = f"{statistics.median(over_halves):.2f}"
             cells = [bar.label, f"`{bar.flag}`", median, extremes, halves, str(len(speeds))]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

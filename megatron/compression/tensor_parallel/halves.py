@@ -106,22 +106,24 @@ class Block:
         row = RowStandIn(self.row.site)
         column.after_gather = other_half.backward.start_gather
         advance = other_half.advance
-        hooks: AbstractContextManager = nullcontext()
+        saving: AbstractContextManager = nullcontext()
         recomputation = None
         if self.recomputes_norm or self.recomputes_module:
             recomputation = self._recomputation(entered)
         if recomputation is not None:
-            hooks = recomputation.hooks()
+            # Within it nodes save what the backward does not compute again. The other half's norm,
+            # which ``advance`` may compute in the middle of this block, saves as usual.
+            saving = recomputation.hooks()
             advance = partial(outside_hooks, other_half.advance)
         # After the first product the other half's sum is moved on.
-        hook = self.column.register_forward_hook(lambda *_: advance())
+        after_first_product = self.column.register_forward_hook(lambda *_: advance())
         self.column.site = column
         self.row.site = row
         try:
-            with hooks:
+            with saving:
                 total, bias = self.module(entered.y, **self.arguments)
         finally:
-            hook.remove()
+            after_first_product.remove()
             self.column.site = column.site
             self.row.site = row.site
         if recomputation is not None:
@@ -234,12 +236,16 @@ class BlockInput:
         """Move on what is under way, but leave an exchange to overlap with what comes next."""
         if self._computed:
             return
-        work = None if self.output is None else self.output.row.total
+        work = None
+        if self.output is not None:
+            work = self.output.row.total
         if work is not None and work.exchanges > 1:
+            # The first exchange has ended behind the other half's work; the second one begins.
             work.advance()
-        # Nothing is left to wait for but the last exchange.
         elif self._gathers:
-            self.compute()  # the next exchange is the gather of the result
+            # What has to be waited for is the last exchange or nothing. The block's own gather of
+            # the result comes next, and begins here to overlap with the other half.
+            self.compute()
 
     @torch.no_grad()
     def compute(self) -> None:
@@ -457,7 +463,10 @@ class BlockInputBackward:
         # In the order of the norm's parameters; RMS norm has no second one.
         grad_parameters: list[torch.Tensor | None] = []
         for parameter, grad in zip(self.parameters, (grad_gamma, grad_beta), strict=False):
-            grad_parameters.append(grad.to(parameter.dtype) if parameter.requires_grad else None)
+            if parameter.requires_grad:
+                grad_parameters.append(grad.to(parameter.dtype))
+            else:
+                grad_parameters.append(None)
         return gradient, grad_parameters, grad_bias
 
     def _through_norm(self, grad_y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -486,24 +495,32 @@ class _BlockInputNode(torch.autograd.Function):
         # None says that an output had no gradient; zeros would be summed over the ranks.
         ctx.set_materialize_grads(False)
         ctx.input_backward = backward
-        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        ctx.total_dtype = None if total is None else total.dtype
-        dtype = parameters[0].dtype if parameters else residual.dtype
-        return empty(residual, residual.dtype), empty(residual, dtype)
+        # Only shapes and types: the values are not there yet, and are not needed in the backward.
+        ctx.bias_shape_and_dtype = None
+        ctx.total_dtype = None
+        if bias is not None:
+            ctx.bias_shape_and_dtype = bias.shape, bias.dtype
+        if total is not None:
+            ctx.total_dtype = total.dtype
+        # A norm gives its weight's type, also of an fp32 residual stream.
+        norm_dtype = residual.dtype
+        if parameters:
+            norm_dtype = parameters[0].dtype
+        return empty(residual, residual.dtype), empty(residual, norm_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_x, grad_y):
         gradients = ctx.input_backward.gradients(grad_x, grad_y)
-        grad_residual, grad_output, grad_parameters, grad_columns = gradients
+        grad_residual, grad_output, grad_parameters, summed_over_tokens = gradients
         if ctx.total_dtype is None or grad_residual is None:
             return None, grad_residual, None, None, *grad_parameters
         grad_bias = None
-        if ctx.bias is not None and ctx.needs_input_grad[3]:
-            shape, dtype = ctx.bias
-            if grad_columns is None:
-                grad_columns = grad_output.reshape(-1, *shape).sum(dim=0)
-            grad_bias = grad_columns.to(dtype)
+        if ctx.bias_shape_and_dtype is not None and ctx.needs_input_grad[3]:
+            shape, dtype = ctx.bias_shape_and_dtype
+            if summed_over_tokens is None:
+                summed_over_tokens = grad_output.reshape(-1, *shape).sum(dim=0)
+            grad_bias = summed_over_tokens.to(dtype)
         grad_total = grad_output.to(ctx.total_dtype)
         return None, grad_residual, grad_total, grad_bias, *grad_parameters
 
