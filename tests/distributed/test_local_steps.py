@@ -208,6 +208,19 @@ def test_no_step_meets_the_other_data_centre_between_rounds() -> None:
     assert seconds_of_fast[1] < 3, "iteration 2 does not wait for the other"
 
 
+@pytest.mark.thorough
+def test_a_slowed_data_centre_changes_no_bit() -> None:
+    """Data centre 1 takes a fifth longer in every iteration, and exchanges are under way meanwhile:
+    rounds count iterations, so both data centres have the bits of a run in which neither is slow."""
+    flags = ("--local-steps", "3", "--outer-delay", "1", "--train-iters", "7")
+    even = pretrain_in_data_centres(*flags)
+    slowed = pretrain_in_data_centres(*flags, through=WATCHED, env={"SLOWDOWN": "0.2"})
+    for before, after in zip(even.runs, slowed.runs, strict=True):
+        assert after.losses == before.losses
+        assert after.parameters == before.parameters
+        assert watched(after.output)[0] == [0, 3, 6]
+
+
 def test_a_lost_data_centre_is_named_and_ends_the_run() -> None:
     """Data centre 1 dies in iteration 5; the other one ends in the round after iteration 6."""
     centres = pretrain_in_data_centres(
