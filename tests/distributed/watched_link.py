@@ -5,8 +5,8 @@
 Counted are exchanges over the link, and every collective of torch.distributed over a group with
 ranks of another data centre: the groups of a job know its own ranks, so the largest group is told.
 With SLOW_ITERATION=N data centre 1 takes three seconds more in iteration N, with SLOWDOWN=F it takes
-F of each iteration's time more, and with STOP_ITERATION=N it ends in iteration N. With LIMIT_SECONDS=S data centre 0 waits S seconds in a
-round, whatever it waits at the start.
+F of each iteration's time more, and with STOP_ITERATION=N it ends in iteration N. With
+LIMIT_SECONDS=S data centre 0 waits S seconds in a round, whatever it waits at the start.
 """
 
 import os

@@ -91,7 +91,8 @@ def predict(
     latency = messages * link.latency
     seconds_of_fragment = bits / fragments / link.bandwidth + latency
     seconds = fragments * seconds_of_fragment
-    # Fragments are sent one after the other. A fragment has its delay, and all of them together have the round.
+    # Fragments are sent one after the other. A fragment has its delay, and all of them together
+    # have the round.
     hidden = settings.delay * iteration
     waits = fragments * max(0.0, seconds_of_fragment - hidden)
     if settings.delay:
@@ -157,6 +158,6 @@ def explanation(settings: LocalStepsConfig, link: OuterLink) -> str:
     return (
         f"Data centres: each is such a job, sends {link.bandwidth / 1e9:g} Gbit/s and is "
         f"{1e3 * link.latency:g} ms from the others. {settings.steps} local steps a round, "
-        f"{codec.bits_per_value():.4g} bits a value, {settings.fragments} fragments, "
+        f"{codec.bits_per_value():.4g} bits a value, --outer-fragments {settings.fragments}, "
         f"--outer-delay {settings.delay}. The last column is for --outer-delay {delay}."
     )

@@ -63,7 +63,7 @@ class LocalStepsConfig:
     steps: int = documented(
         100,
         "Local steps H, in iterations, between two exchanges of the same weights (default: 100; "
-        "DiLoCo, arXiv 2311.08105, takes 500, Streaming DiLoCo, arXiv 2501.18512, up to 100).",
+        "DiLoCo, arXiv 2311.08105, takes 500, Streaming DiLoCo, arXiv 2501.18512, 30 and 100).",
     )
 
     compression: str = documented(
@@ -74,12 +74,13 @@ class LocalStepsConfig:
 
     learning_rate: float = documented(
         0.7,
-        "Learning rate of the outer optimizer (default: 0.7, DiLoCo, arXiv 2311.08105; Streaming "
-        "DiLoCo, arXiv 2501.18512, takes 0.4). 1 with --outer-momentum 0 averages the weights.",
+        "Learning rate of the outer optimizer (default: 0.7, DiLoCo, arXiv 2311.08105). 1 with "
+        "--outer-momentum 0 averages the weights.",
     )
 
     momentum: float = documented(
-        0.9, "Nesterov momentum of the outer optimizer (default: 0.9, both papers)."
+        0.9,
+        "Nesterov momentum of the outer optimizer (default: 0.9, DiLoCo, arXiv 2311.08105).",
     )
 
     fragments: int = documented(
@@ -91,7 +92,7 @@ class LocalStepsConfig:
     delay: int = documented(
         0,
         "Iterations that go on while an exchange is under way, before it is applied; 0 waits for "
-        "it (default: 0; Streaming DiLoCo, arXiv 2501.18512, 1 to 5).",
+        "it (default: 0; Streaming DiLoCo, arXiv 2501.18512, figure 10, finds values below 5 safe).",
     )
 
     mixing: float | None = documented(
@@ -158,8 +159,8 @@ class LocalStepsConfig:
         self._require(
             "data_centre", number_is_valid, f"must be a number from 0 to {last}", "add it"
         )
-        _, _, port = (self.address or "").rpartition(":")
-        self._require("address", port.isdecimal(), "must be HOST:PORT", "add it")
+        host, _, port = (self.address or "").rpartition(":")
+        self._require("address", bool(host) and port.isdecimal(), "must be HOST:PORT", "add it")
 
     @property
     def enabled(self) -> bool:
@@ -273,9 +274,10 @@ class LocalStepsConfig:
             f"{self.learning_rate:g}, {momentum}"
         ]
         if self.fragments > 1 or self.delay:
+            parts = "all weights" if self.fragments == 1 else f"{self.fragments} fragments in turn"
             lines.append(
-                f"local steps: {self.fragments} fragments, each applied {self.delay} iterations "
-                f"after it is sent, with {self.local_share:g} of the local weights"
+                f"local steps: {parts} sent in each round, and applied {self.delay} iterations "
+                f"later, with {self.local_share:g} of the local weights"
             )
         batch = getattr(args, "global_batch_size", None)
         if batch is not None:
