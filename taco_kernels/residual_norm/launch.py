@@ -231,7 +231,9 @@ def forward(
         inverse,
     )
     grid = (ceil_div(rows, spec.R.value),)
-    start(forward_kernel, grid, tensors, (rows,), C=spec, num_warps=warps_of(spec))
+    # A grid of no programs is refused by CUDA.
+    if rows:
+        start(forward_kernel, grid, tensors, (rows,), C=spec, num_warps=warps_of(spec))
     return Normed(x, y, mean, inverse)
 
 
@@ -265,5 +267,6 @@ def backward(
         result,
         sums,
     )
-    start(backward_kernel, (programs,), tensors, (rows,), C=spec, num_warps=warps)
+    if rows:
+        start(backward_kernel, (programs,), tensors, (rows,), C=spec, num_warps=warps)
     return NormGradients(result, sums.sum(0))

@@ -53,6 +53,9 @@ CASES: dict[str, tuple[dict, dict]] = {
     ),
     "frozen": ({"codec": "none"}, SP),
     "lossless": ({"codec": "lossless", "layers": "0"}, {}),
+    "lossless, sequence parallel": ({"codec": "lossless"}, SP),
+    "uncompressed fp32": ({"codec": "none"}, {}),
+    "uncompressed fp32, sequence parallel": ({"codec": "none"}, SP),
     "int6": ({"codec": "int6"}, {}),
     "int6, two codecs, sequence parallel": ({"codec": "int6/int8", "layers": "0"}, SP),
 }
@@ -64,6 +67,9 @@ LOSSY = (
 )
 DTYPES = {
     "lossless": torch.float32,
+    "lossless, sequence parallel": torch.float32,
+    "uncompressed fp32": torch.float32,
+    "uncompressed fp32, sequence parallel": torch.float32,
     "fp32 residual": torch.float32,
     "fp32 residual of bf16, sequence parallel": torch.bfloat16,
 }
@@ -331,7 +337,7 @@ def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> N
     """Losses and gradients, the random numbers that are drawn, and the bytes that are sent."""
     sides = [rank[case] for rank in results]
     for complete, halves in sides:
-        single = case in ("lossless", "fp32 residual")
+        single = DTYPES.get(case) is torch.float32
         del complete["losses"][len(halves["losses"]) :]
         _compare(halves, complete, 4e-3 if case in LOSSY else 2e-6 if single else 1e-12)
         assert torch.equal(halves["random"], complete["random"])
@@ -340,8 +346,22 @@ def test_halves_compute_what_the_whole_does(results: list[dict], case: str) -> N
             # The MLPs' inputs are gathered once more; their sums are not.
             assert (halves["sent"] - complete["sent"]).keys() == {"all_gather"}
             assert not complete["sent"] - halves["sent"]
-        elif case != "lossless":  # whose payloads depend on the values
+        elif "lossless" not in case:  # whose payloads depend on the values
             assert halves["sent"] == complete["sent"]
+
+
+@pytest.mark.parametrize("changes", ["", ", sequence parallel"])
+def test_lossless_halves_have_the_bits_of_uncompressed_ones(
+    results: list[dict], changes: str
+) -> None:
+    """Norms of both are torch's, and a sum of two ranks has one order."""
+    for rank in results:
+        _, expected = rank[f"uncompressed fp32{changes}"]
+        _, actual = rank[f"lossless{changes}"]
+        assert "compressed" in actual["kinds"]
+        assert actual["losses"] == expected["losses"]
+        for name, gradient in expected["gradients"].items():
+            assert torch.equal(actual["gradients"][name], gradient), name
 
 
 def test_dropout_can_be_repeated(results: list[dict]) -> None:

@@ -119,6 +119,18 @@ def test_rows_that_no_program_holds_are_refused() -> None:
     assert launch.warps_of(launch.spec_of(LONGEST_ROW, True, True, False, EPS)) == 32
 
 
+def test_no_rows() -> None:
+    """Nothing is launched, and sums over no rows are zeros."""
+    from taco_kernels.residual_norm import launch
+
+    none = torch.ones(0, 3, 64)
+    gamma = torch.ones(64)
+    normed = launch.forward(none, none, gamma, gamma, gamma, EPS)
+    gradients = launch.backward(none, None, normed, gamma, True)
+    assert normed.y.shape == gradients.x.shape == none.shape
+    assert torch.equal(gradients.columns, torch.zeros(3, 64))
+
+
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
     return failures_of_scenarios(__name__)

@@ -344,7 +344,9 @@ def _adds_in_one_pass(block: Block) -> bool:
     norm = block.norm
     # Hooks run where the module is called. DDP's wait for updated weights that are still being
     # gathered (--overlap-param-gather): without them the kernel would read last iteration's.
-    if norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks:
+    if norm._forward_pre_hooks or norm._forward_hooks:
+        return False
+    if norm._backward_pre_hooks or norm._backward_hooks:
         return False
     # A norm that the backward computes again must give the same bits then, by its own kernel.
     return not block.recomputes_norm and getattr(norm, "adds_in_one_pass", False)
