@@ -266,7 +266,8 @@ class CompressionConfig:
 
     def asdict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values: what reports and checkpoints store."""
-        return {**dataclasses.asdict(self), "auto": list(self.auto)}
+        stored = {**dataclasses.asdict(self), "auto": list(self.auto)}
+        return {**stored, "taco_outliers": TACO_OUTLIERS}
 
     def disable_user_buffers(self, args: Namespace) -> list[str]:
         """Switch ``--tp-comm-overlap`` off in Megatron's arguments where it would send past the
@@ -425,6 +426,9 @@ def train_iterations(args: Namespace) -> int | None:
     return samples // args.global_batch_size
 
 
+TACO_OUTLIERS = "on"
+"""What ``taco`` means without its setting ``outliers``. Configs are stored with it: in those of
+versions up to 0.3, which have no such entry, it meant off."""
 SAME_RESULTS = {
     "transport",
     "report",
@@ -452,16 +456,21 @@ def changed_settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """
     changes = []
     # Compared as typed, so that two spellings of one default are no change. taco is compared with
-    # its outliers, which the papers' set-ups name and users leave out.
+    # its outliers, whose default differs between versions.
+    saved_outliers = saved.get("taco_outliers", "off")
     for name, paths in _TYPED.items():
         old = _as_typed(saved, paths)
         new = _as_typed(now, paths)
-        old_spelled = with_outliers(old, "off")
-        new_spelled = with_outliers(new, "off")
+        old_spelled = with_outliers(old, saved_outliers)
+        new_spelled = with_outliers(new, TACO_OUTLIERS)
         decides_results = paths[0].rpartition(".")[2] not in SAME_RESULTS
         # A checkpoint that is older than a flag has no value for it: no change of the user's.
         if old and old_spelled != new_spelled and decides_results:
-            changes.append(f"{name} {old} -> {new}")
+            if old == new:
+                # The same words meant another codec.
+                changes.append(f"{name} {old_spelled} -> {new_spelled}")
+            else:
+                changes.append(f"{name} {old} -> {new}")
     return changes
 
 

@@ -94,9 +94,9 @@ def add_flags(parser: ArgumentParser) -> ArgumentParser:
         nargs="?",
         const="",
         metavar="SETTINGS",
-        help="Compress tensor-parallel traffic with TACO at the paper's settings. --taco SETTINGS "
-        "is the same as --tp-compression taco:SETTINGS, with SETTINGS such as "
-        "format=fp8-e5m2,group=256.",
+        help="Compress tensor-parallel traffic with TACO's FP8 and, unlike the paper, outliers stored "
+        "separately; the paper's codec is --taco outliers=off. --taco SETTINGS is the same as "
+        "--tp-compression taco:SETTINGS, with SETTINGS such as format=fp8-e5m2,group=256.",
     )
     # The rest is what the table of names and the fields of the config say.
     for flag, paths in FLAGS.items():

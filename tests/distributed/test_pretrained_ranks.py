@@ -44,7 +44,7 @@ MEGATRON = dict(
     activation_func=torch.nn.functional.silu,
 )
 """The same model as fields of a ``TransformerConfig``."""
-CODECS = ("none", "int8", "int4", "taco", "taco:outliers=on")
+CODECS = ("none", "int8", "int4", "taco", "taco:outliers=off")
 
 
 class Pass(NamedTuple):

@@ -160,7 +160,7 @@ def audit_worker(rank: int, world_size: int) -> dict[tuple, list[dict]]:
 
 
 CASES = {
-    "compressed": {},
+    "compressed": {"codec": "taco:outliers=off"},
     "off": {"codec": "none"},
     "small": {"min_mb": 1.0},
     "warmup": {"start_iteration": 1},

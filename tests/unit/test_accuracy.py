@@ -338,7 +338,7 @@ def test_runs_are_compared_with_those_of_their_seed() -> None:
 
 def test_the_table_has_the_mean_and_its_interval() -> None:
     text = results.tables(records_of_two_seeds())
-    assert "| taco | 8.50 | +1.000, +3.000 | +2.000 ± 1.000 | -10.71 … +14.71 |" in text
+    assert "| taco | 8.62 | +1.000, +3.000 | +2.000 ± 1.000 | -10.71 … +14.71 |" in text
 
 
 def test_a_single_seed_has_no_interval() -> None:

@@ -247,15 +247,28 @@ class TestChangedSettings:
         assert changed_settings(settings, settings) == []
 
     def test_a_default_that_is_spelled_out_is_no_change(self) -> None:
-        """taco-paper was taco in checkpoints of earlier versions."""
         saved = _config("--taco", "group=64").asdict()
+        resumed = _config("--tp-compression", "taco:group=64,outliers=on").asdict()
+        assert changed_settings(saved, resumed) == []
+
+    def test_the_papers_codec_is_that_of_earlier_checkpoints(self) -> None:
+        """taco had no outliers there, and taco-paper was taco."""
+        saved = _config("--taco", "group=64").asdict()
+        del saved["taco_outliers"]
         resumed = _config("--tp-compression", "taco:group=64,outliers=off").asdict()
         assert changed_settings(saved, resumed) == []
 
+    def test_a_default_that_has_moved_is_a_change(self) -> None:
+        saved = _config("--taco").asdict()
+        del saved["taco_outliers"]
+        assert changed_settings(saved, _config("--taco").asdict()) == [
+            "--tp-compression taco:outliers=off -> taco:outliers=on"
+        ]
+
     def test_outliers_are_a_change(self) -> None:
-        resumed = _config("--taco", "outliers=on").asdict()
+        resumed = _config("--taco", "outliers=off").asdict()
         assert changed_settings(_config("--taco").asdict(), resumed) == [
-            "--tp-compression taco -> taco:outliers=on"
+            "--tp-compression taco -> taco:outliers=off"
         ]
 
     @pytest.mark.parametrize(

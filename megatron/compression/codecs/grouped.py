@@ -149,9 +149,9 @@ class TacoCodec(GroupedCodec):
     hadamard: bool = True
     """off leaves the transform out: plain group scaling, a control."""
 
-    outliers: bool = False
+    outliers: bool = True
     """Values of more than 8 times their group's mean magnitude are stored separately, so that they
-    do not drown their neighbours: 0.125 bits a value. Not in the paper."""
+    do not drown their neighbours: 0.125 bits a value. Not in the paper, whose codec is ``off``."""
 
     def __post_init__(self) -> None:
         if self.scales == "signed":
