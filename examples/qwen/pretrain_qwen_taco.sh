@@ -2,7 +2,7 @@
 # Pretrains Qwen2.5 or Qwen3, or goes on from Hugging Face weights, with compressed tensor parallelism:
 # pretrain_qwen.py knows the models by name. The default is Qwen2.5 7B on one node of 8 GPUs: tensor parallel 4
 # with sequence parallelism, data parallel 2, tensor parallelism in int8, which is for GPUs joined by PCIe.
-# Over NVLink leave it uncompressed: COMPRESSION=. The TACO paper's codec: COMPRESSION=--taco (examples/paper/taco.sh
+# Over NVLink leave it uncompressed: COMPRESSION=. The TACO paper's codec: COMPRESSION='--taco outliers=off' (examples/paper/taco.sh
 # has the paper's runs).
 #
 #   DATA_PATH=... TOKENIZER_MODEL=... examples/qwen/pretrain_qwen_taco.sh

@@ -258,9 +258,9 @@ NUMBER = re.compile(r"\b\d\.\d\d\b")
 COST = re.compile(r"\+\d\.\d+")
 ADVICE = (
     "For your own runs over slow links take `int8`; over NVLink leave compression off. "
-    "`--taco` is the codec of the TACO paper: take it to reproduce the paper. "
-    "`int8` is smaller, as fast, and costs a "
-    "sixth (pretrained model) to a fourteenth (small model) of its loss"
+    "`--taco` is the FP8 codec of the TACO paper, with outliers stored separately; "
+    "to reproduce the paper take `--taco outliers=off`. "
+    "`int8` is smaller, as fast, and costs a tenth of either in loss, or less"
 )
 
 
