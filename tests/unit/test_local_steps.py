@@ -253,6 +253,10 @@ class TestSettings:
             ({}, "add --use-distributed-optimizer"),
             ({"num_distributed_optimizer_instances": 2}, "once an instance"),
             ({"async_save": True}, "--async-save"),
+            (
+                {"overlap_param_gather_with_optimizer_step": True},
+                "--overlap-param-gather-with-optimizer-step gathers weights before a round",
+            ),
             ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias"),
             ({"distributed_timeout_minutes": 5}, "--outer-timeout-minutes 5 is not below"),
             ({"dataloader_type": "cyclic"}, "use single"),

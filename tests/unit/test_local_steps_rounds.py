@@ -177,3 +177,23 @@ def test_an_error_in_an_evaluation_is_not_followed_by_a_collective() -> None:
     with pytest.raises(OSError, match="disk"), rounds.anchor_in_weights():
         rounds.shard.set_weights = None
         raise OSError("disk is full")
+
+
+@pytest.mark.parametrize(
+    ("flights", "settings", "fits"),
+    [
+        ([[0, 8, True]], {"steps": 4, "delay": 2}, True),
+        ([[0, 8, True]], {"steps": 4, "delay": 1}, False),
+        ([[0, 8, True]], {"steps": 5, "delay": 2}, False),
+        ([], {"steps": 5, "delay": 1}, True),
+    ],
+)
+def test_what_is_in_flight_is_dropped_at_another_schedule(flights, settings, fits: bool) -> None:
+    """It would be applied beside the next difference, which holds it as well. Without anything in
+    flight a schedule may change."""
+    saved = {"messages": ["none", 1], "flights": flights, "schedule": [4, 2]}
+    rounds = local_steps(**settings)
+    payload = rounds._payload_bytes(0)
+    rounds._restore_flights(saved, {"flight.0": torch.zeros(2, payload, dtype=torch.uint8)})
+    assert rounds._fits_messages(saved) == fits
+    assert len(rounds.flights) == (len(flights) if fits else 0)

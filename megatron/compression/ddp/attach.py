@@ -90,7 +90,11 @@ def attach(
     check_supported(model, compressor, DdpCompression.reduce_bucket.__qualname__)
     run = open_run(config, start_iteration, NAMES, "DDP", log)
     topology = topology_of(run, model.process_group, "DDP", log)
-    compression = DdpCompression(model, run, topology, scaler, log)
+    try:
+        compression = DdpCompression(model, run, topology, scaler, log)
+    except CompressionConfigError:
+        run.close()
+        raise
     run.policy.iteration = lambda: compression.iteration
     if compressor is not None:
         log(f"compression: DDP: {compressor.describe()}")

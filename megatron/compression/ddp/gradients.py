@@ -133,11 +133,12 @@ class DdpGradients:
             end = position + parameter.numel()
             spans.append(ParameterSpan(self._names[identity], parameter, position, end))
             position = end
-        # One value's memory: DDP replaces a bucket's gradients where it makes other buckets.
-        of_their_kind = gradients.new_empty(1).expand(gradients.numel())
+        # A bucket wants gradients for their number, type and device. DDP's own are another buffer
+        # once it makes other buckets, so these are one value's memory, and nobody reads them.
+        stand_in = gradients.new_empty(1).expand(gradients.numel())
         scale = 1 / self.topology.world_size
         bucket = GradientBucket(
-            of_their_kind, tuple(spans), scale, False, self.topology, self.run.ledger
+            stand_in, tuple(spans), scale, False, self.topology, self.run.ledger
         )
         sums = BucketSums(key, bucket, self._build(bucket))
         # Before the new sums take the places of the earlier ones.

@@ -24,6 +24,7 @@ _REFUSED = {
     "use_layer_wise_distributed_optimizer": "keeps whole masters instead of shards",
     "use_precision_aware_optimizer": "keeps the masters inside its own kernel",
     "optimizer_cpu_offload": "keeps the masters in another optimizer's memory",
+    "overlap_param_gather_with_optimizer_step": "gathers weights before a round has changed them",
     "optimizer_cuda_graph": "replays the optimizer's step from masters that were captured",
     "fp8_param_gather": "keeps weights in fp8, which the anchor cannot be put into",
     "fp4_param_gather": "keeps weights in fp4, which the anchor cannot be put into",

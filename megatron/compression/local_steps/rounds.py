@@ -177,6 +177,8 @@ class LocalSteps:
         if tensors is None:
             return
         same_data_centres = saved["data_centres"] == config.data_centres
+        # Anchor and momentum are the same everywhere; residual memories, local weights and what is
+        # in flight belong to a data centre among so many.
         for name, values in self.outer.state().items():
             is_common = name in ("anchor", "velocity")
             if name in tensors and (same_data_centres or is_common):
@@ -194,7 +196,13 @@ class LocalSteps:
         )
 
     def _restore_flights(self, saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        if saved["messages"] != self._messages():
+        """Take up what was in flight when the checkpoint was saved, if this run can apply it.
+
+        Args:
+            saved: the checkpoint's plain values.
+            tensors: this rank's tensors, by name.
+        """
+        if not self._fits_messages(saved):
             return
         for number, (fragment, iteration, is_summed) in enumerate(saved["flights"]):
             payloads = tensors.get(f"flight.{number}")
@@ -251,8 +259,10 @@ class LocalSteps:
         self.shard.publish()
 
     def _span_sent(self, fragment: int) -> tuple[int, int]:
-        """Return begin and end of what this rank sends of a fragment."""
+        """Return begin and end of what this rank sends of a fragment; equal where it sends nothing."""
         begin, end = self.bounds[fragment]
+        # What is not sent, a copy of the tied embedding, is at the end of the vector: it shortens
+        # the last fragment, and may be all of it.
         return begin, max(begin, min(end, self.shard.sent))
 
     def _payload_bytes(self, fragment: int) -> int:
@@ -324,13 +334,13 @@ class LocalSteps:
         """Move the anchor by what all data centres have sent, and the masters towards it."""
         self._send_sum(flight, iteration)  # without a delay, or with one of an iteration
         payloads = self._arrived(flight).to(self.shard.device)
-        # A copy of the tied embedding that is not the first was not sent: it is broadcast below.
-        begin, end = self._span_sent(flight.fragment)
-        if end > begin and self._sends_pieces:
-            self.outer.step_sums(payloads, begin, end)
-        elif end > begin:
-            self.outer.step(payloads, begin, end)
-        # The fragment in whole from here on.
+        sent_begin, sent_end = self._span_sent(flight.fragment)
+        if sent_end > sent_begin and self._sends_pieces:
+            self.outer.step_sums(payloads, sent_begin, sent_end)
+        elif sent_end > sent_begin:
+            self.outer.step(payloads, sent_begin, sent_end)
+        # All of the fragment: a copy of the tied embedding that was not sent gets the values of the
+        # one that was, on the first stage.
         begin, end = self.bounds[flight.fragment]
         self.shard.align(self.outer.anchor, begin, end, self.ledger)
         self.shard.mix(self.outer.anchor[begin:end], begin, end, self.config.local_share)
@@ -390,6 +400,7 @@ class LocalSteps:
             self.checkpoint.request(state_dict, self._templates(saved))
 
     def _add_own_state(self, state_dict: dict[str, Any]) -> None:
+        """Put this rank's state into a checkpoint that is saved; waits for what is in flight."""
         tensors = self.outer.state()
         tensors["weights"] = self._local_weights
         if self._local_weights is None:  # a checkpoint that is not saved by ``save_checkpoint``
@@ -400,6 +411,7 @@ class LocalSteps:
         plain = {
             "data_centres": self.config.data_centres,
             "messages": self._messages(),
+            "schedule": self._schedule(),
             "layout": self._layout,
             "flights": flights,
         }
@@ -410,6 +422,22 @@ class LocalSteps:
         common = self.config.common()
         return [common["--outer-compression"], common["--outer-fragments"]]
 
+    def _schedule(self) -> list[int]:
+        """Return what decides when a payload that is in flight is applied."""
+        return [self.config.steps, self.config.delay]
+
+    def _fits_messages(self, saved: dict[str, Any]) -> bool:
+        """Return whether this run goes on with a checkpoint's residual memory, and with what was in
+        flight.
+
+        At another schedule what was in flight would never be due, or be applied beside the next
+        difference, which holds it as well. It is dropped with the memory of what encoding it lost:
+        the anchor has not moved, so the next difference holds both.
+        """
+        if saved["messages"] != self._messages():
+            return False
+        return not saved["flights"] or saved.get("schedule") == self._schedule()
+
     def _templates(self, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return tensors to load into, by name: what fits this run of what was saved."""
         shard = self.shard
@@ -419,10 +447,11 @@ class LocalSteps:
         if saved["data_centres"] != self.config.data_centres:
             return templates
         templates["weights"] = torch.zeros_like(shard.weights())
-        if saved["messages"] != self._messages():
+        if not self._fits_messages(saved):
             self.log(
-                "local steps: --outer-compression or --outer-fragments are not the checkpoint's: "
-                "what was in flight, and the residual memory, are dropped"
+                "local steps: --outer-compression, --outer-fragments, --local-steps or "
+                "--outer-delay are not the checkpoint's: what was in flight, and the residual "
+                "memory, are dropped"
             )
             return templates
         if self.config.codec is not None:
@@ -475,7 +504,8 @@ def check_one_side(data_centre: int) -> None:
 
 
 def digest(vector: torch.Tensor) -> bytes:
-    """Return 16 bytes that differ where a bit of an fp32 vector differs or values change places."""
+    """Return 16 bytes, which differ, but for chance, where a bit of an fp32 vector differs or values
+    change places."""
     sums = torch.zeros(2, dtype=torch.int64, device=vector.device)
     # Integers, whose sums wrap around and do not depend on the order of adding.
     for piece in vector.view(torch.int32).split(2**24):

@@ -54,9 +54,10 @@ def fragment_bounds(values: int, fragments: int, tail: int = 0) -> list[tuple[in
         tail: values at the end that stay together in the last fragment. They have copies on other
             pipeline stages, whose vectors are of other lengths.
     """
-    last_begin = min(values - values // fragments, values - tail)
     if fragments == 1:
         return [(0, values)]
+    # A fragment's part of the vector, or as much more as the tail is long.
+    last_begin = min(values - values // fragments, values - tail)
     # The fragments before the last one share what is before it.
     before = fragments - 1
     cuts = [number * last_begin // before for number in range(fragments)]
