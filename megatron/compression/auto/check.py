@@ -117,6 +117,8 @@ def judge(
     """
     off = set()
     gains = {}
+    # Other dimensions are compared with everything compressed, each left out alone; tensor
+    # parallelism by all trials that touch nothing else.
     everything = timings[Trial()]
     for dimension in dimensions:
         if dimension == TENSOR:

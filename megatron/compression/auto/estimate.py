@@ -265,6 +265,8 @@ def _axes(message: MessageKind, args: Namespace) -> list[tuple[int, int]]:
         return [(context, tensor)]
     if message.dimension == "data_parallel":
         return [(context, tensor), (data, data_stride)]
+    # Tokens are gathered over experts and their shards; an all-to-all is between the experts of one
+    # shard.
     if is_of_tokens:
         return [(experts * expert_tensor, 1)]
     return [(experts, expert_tensor)]
@@ -496,6 +498,7 @@ class Estimate:
             candidates.append(self._together(_without(chosen, dimension), rules_of))
         if not self.covers_halves:
             return candidates
+        # Both baselines: halves alone gain too, and a codec has to gain beside them.
         in_halves = [_without(chosen, "tensor_parallel"), chosen]
         # Halves may hide the bytes of a codec that costs less loss.
         decided = chosen.get("tensor_parallel")
@@ -642,6 +645,7 @@ def draw(options: Namespace, args: Namespace, cluster: Cluster) -> None:
         args.world_size *= 2
         args.data_parallel_size *= 2
         args.global_batch_size *= 2  # each rank keeps its micro-batches
+    # Without pyplot, which would look for a display.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for label, points in curves.items():

@@ -74,6 +74,7 @@ class LayerTimes:
     @property
     def waited(self) -> float:
         """The seconds that the GPU waits for the host."""
+        # Direction by direction: where the GPU is the slower one it does not make up for the other.
         forward = max(0.0, self.host_forward - self.gpu_forward)
         backward = max(0.0, self.host_backward - self.gpu_backward)
         return forward + backward
@@ -150,6 +151,7 @@ class HostWatch:
     def _finish(self) -> None:
         """Work out the times of a layer."""
         gpu = self._spans(self._events, lambda begin, end: 1e-3 * begin.elapsed_time(end))
+        # Layers that are not called one by one leave no marks, as in halves of a micro-batch.
         if "forward" not in self._host or "forward" not in gpu:
             return
         seconds = {

@@ -278,6 +278,7 @@ def _combinations(gains: Mapping[str, Mapping[Recipe, float]]) -> list[Combinati
         options += [(dimension, recipe, gain) for recipe, gain in gain_of.items() if gain >= TRIED]
         options_by_dimension.append(options)
     combinations = []
+    # One option of every dimension at a time.
     for options in product(*options_by_dimension):
         recipes = {dimension: recipe for dimension, recipe, _ in options if recipe is not None}
         # Gains add up: each is a part of the same uncompressed iteration.

@@ -49,6 +49,7 @@ def layer_passes(watch: HostWatch, args: Namespace) -> int:
         watch: knows the stage's layers.
         args: Megatron's arguments.
     """
+    # Sequences of one micro-batch over all replicas; what is left is how many micro-batches follow.
     replicas = args.data_parallel_size * args.micro_batch_size
     return watch.layers * max(1, args.global_batch_size // replicas)
 

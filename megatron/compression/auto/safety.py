@@ -68,6 +68,7 @@ class Safety:
             return
         self._pairs_of_last_look = cost.pairs
         if not cost.is_above(self._budget):
+            # Passes of single dimensions cost time, and nobody asks for them now.
             meter.measure_apart(())
             return
         dimensions = self._compressed()
@@ -76,7 +77,11 @@ class Safety:
         worst = self._worst(meter, dimensions)
         if worst is None:
             return
-        self._step_down(plan, worst, meter.cost(worst if meter.apart else TOGETHER))
+        # A single dimension is never measured apart: all together is that one.
+        measured = TOGETHER
+        if meter.apart:
+            measured = worst
+        self._step_down(plan, worst, meter.cost(measured))
         meter.measure_apart(())
         self._pairs_of_last_look = 0
 
@@ -100,9 +105,11 @@ class Safety:
             meter.measure_apart(dimensions)
             return None
         costs = {name: meter.cost(name) for name in dimensions}
+        # NaN and infinity are worse than any percentage, and do not wait for more pairs.
         for name, cost in costs.items():
             if cost.broken:
                 return name
+        # The dimension with the fewest pairs decides when all can be told apart.
         if min(cost.pairs for cost in costs.values()) < LEAST_PAIRS:
             return None
         return max(dimensions, key=lambda name: costs[name].percent)
@@ -141,7 +148,9 @@ class Safety:
         )
         iteration = self._session.run.policy.iteration() + 1
         title = PARALLELISMS[dimension].title
-        taken = "uncompressed" if recipe is None else name
+        taken = name
+        if recipe is None:
+            taken = "uncompressed"
         line = f"{title}: {reason}: {taken} after iteration {iteration}"
         self._changed(_with(plan, changed), line)
 
@@ -164,7 +173,7 @@ class Safety:
         for recipe in RECIPES[dimension]:
             if (recipe.compression, recipe.backward) == (present.compression, present.backward):
                 safer = [candidate for candidate in possible if candidate.loss < recipe.loss]
-                # The last one costs most: a step down is as small as it can be.
+                # The last of them costs most: a step down is as small as it can be.
                 return safer[-1] if safer else None
         return possible[0] if possible else None
 

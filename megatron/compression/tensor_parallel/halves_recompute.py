@@ -98,6 +98,8 @@ class Recomputation:
         return _Number(self._count - 1)
 
     def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Return whether a node keeps a tensor that is no view of the block's input."""
+        # Payloads are uint8; a parameter is there anyway.
         return tensor.dtype == torch.uint8 or _memory_of(tensor) in self._parameters
 
     def _unpack(self, packed: Any) -> torch.Tensor:
