@@ -2,6 +2,7 @@
 
 import contextlib
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -210,6 +211,26 @@ def test_graphs_of_layers_are_captured_once_and_not_compared(begin) -> None:
     run, log = begin("local")
     assert run._check.done
     assert CAPTURED_ONCE in log
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_flags_of_the_log_give_the_decided_settings(begin, halves: bool) -> None:
+    run, _ = begin("none")
+    decided = replace(one_plan(), halves=halves)
+    line = run._to_type(decided)
+    flags = line.removeprefix("the same without timings: ")
+    flags = flags.removesuffix(" in place of --compression auto")
+    typed = resolve(parsed(*flags.split()))
+    expected = run._decided(decided)
+    assert typed.rules(0) == expected.rules(0)
+    assert typed.tensor_parallel.overlap == expected.tensor_parallel.overlap
+    assert typed.enabled and typed.tensor_parallel.halves == halves
+
+
+def test_where_nothing_was_decided_nothing_has_to_be_typed(begin) -> None:
+    run, _ = begin("none")
+    line = run._to_type(one_plan(chosen=False, name="none"))
+    assert line == "the same without timings: drop --compression auto"
 
 
 def test_nothing_is_measured_while_iterations_are_compared(begin) -> None:
