@@ -92,7 +92,7 @@ def predict(
     seconds_of_fragment = bits / fragments / link.bandwidth + latency
     seconds = fragments * seconds_of_fragment
     # Fragments are sent one after the other. A fragment has its delay, and all of them together
-    # have the round.
+    # have the round: the link may keep up with neither, and the worse of the two is waited for.
     hidden = settings.delay * iteration
     waits = fragments * max(0.0, seconds_of_fragment - hidden)
     if settings.delay:

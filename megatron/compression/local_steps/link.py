@@ -216,9 +216,9 @@ class DataCentreLink:
             remaining = self.seconds - elapsed
             if remaining <= 0:
                 raise DataCentreLostError(
-                    f"data centre {number} has not started within {elapsed:.0f} s: see its log; "
-                    "start all data centres within --outer-timeout-minutes of each other, or raise "
-                    "it"
+                    f"data centre {number} has not started within {elapsed:.0f} s: see its log, and "
+                    f"that one was started with --data-centre-rank {number}; start all within "
+                    "--outer-timeout-minutes of each other, or raise it"
                 )
             # In short waits, so that a line can say in between who is missing.
             wait = datetime.timedelta(seconds=min(remaining, SECONDS_BETWEEN_LINES))
