@@ -227,6 +227,21 @@ def test_the_flags_of_the_log_give_the_decided_settings(begin, halves: bool) -> 
     assert typed.enabled and typed.tensor_parallel.halves == halves
 
 
+@pytest.mark.parametrize(
+    ("gain", "decision"),
+    [
+        (0.015, "1.5 % less: switched off, under 2 % or what timings scatter by"),
+        (-0.1, "10.0 % more: switched off"),
+    ],
+)
+def test_the_log_says_why_a_dimension_is_switched_off(begin, gain: float, decision: str) -> None:
+    run, log = begin("none")
+    off = Trial(frozenset({check.TENSOR}))
+    run._checked(check.Verdict(off, {check.TENSOR: gain}, {}, 0.0))
+    assert f"compression auto: tensor parallel: iterations with it take {decision}" in log
+    assert log[-1].endswith("the same without timings: drop --compression auto")
+
+
 def test_where_nothing_was_decided_nothing_has_to_be_typed(begin) -> None:
     run, _ = begin("none")
     line = run._to_type(one_plan(chosen=False, name="none"))

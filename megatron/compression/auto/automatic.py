@@ -12,7 +12,7 @@ from megatron.compression.auto import plan as plans
 from megatron.compression.auto.check import CAPTURING, TENSOR, Check, Trial, Verdict
 from megatron.compression.auto.host import HostWatch
 from megatron.compression.auto.measurement import Measurement, decided_config
-from megatron.compression.auto.plan import BUDGET, FILE, RunPlan, flag, largest
+from megatron.compression.auto.plan import BUDGET, FILE, LEAST_GAIN, RunPlan, flag, largest
 from megatron.compression.auto.recommendation import layer_passes, recommendation
 from megatron.compression.auto.safety import Safety, without_replaced_flags
 from megatron.compression.auto.schedules import Schedules, shortage, tensor_recipe
@@ -247,11 +247,13 @@ class Automatic:
         for name, gain in verdict.gains.items():
             direction = "less" if gain >= 0 else "more"
             measured = f"iterations with it take {100 * abs(gain):.1f} % {direction}"
+            decision = "kept"
             if name in verdict.trial.off:
                 useless[name] = f"switched off: in this run {measured}"
                 decision = "switched off"
-            else:
-                decision = "kept"
+                if gain >= 0:
+                    # Faster, and yet not taken: it costs loss, and may be chance.
+                    decision += f", under {100 * LEAST_GAIN:g} % or what timings scatter by"
             self._tell(f"{name.replace('_', ' ')}: {measured}: {decision}")
         plan = self.plan.after_check(useless)
         if verdict.trial.recipe and TENSOR not in verdict.trial.off:
