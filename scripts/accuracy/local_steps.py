@@ -69,16 +69,16 @@ def parse_setting(name: str) -> Setting:
     if match is None:
         sys.exit(f"error: {name}: give settings such as 2x30:int4 or 2x30:int4:lr=1,momentum=0")
     data_centres, steps, codec, rate, momentum = match.groups()
+    # A codec that does not exist ends the script now, and not after the hours of other settings.
     if codec != "none":
         parse_codec(codec)
-    return Setting(
-        name,
-        int(data_centres),
-        int(steps),
-        codec,
-        LocalStepsConfig.learning_rate if rate is None else float(rate),
-        LocalStepsConfig.momentum if momentum is None else float(momentum),
-    )
+    learning_rate = LocalStepsConfig.learning_rate
+    outer_momentum = LocalStepsConfig.momentum
+    # A name has both of them, or neither.
+    if rate is not None:
+        learning_rate = float(rate)
+        outer_momentum = float(momentum)
+    return Setting(name, int(data_centres), int(steps), codec, learning_rate, outer_momentum)
 
 
 class DataCentre:
@@ -98,7 +98,9 @@ class DataCentre:
         self.inner.load_state_dict(state["optimizer"])
         self.parameters = list(trainer.model.parameters())
         self.weights = flatten(self.parameters)
-        codec = None if setting.codec == "none" else parse_codec(setting.codec)
+        codec = None
+        if setting.codec != "none":
+            codec = parse_codec(setting.codec)
         self.outer = OuterOptimizer(
             self.weights,
             codec,
@@ -111,6 +113,7 @@ class DataCentre:
     def train(self, step: int, batches: Iterator[torch.Tensor]) -> list[torch.Tensor]:
         """Take local steps on batches of windows, from a step of the schedule on; return the
         losses."""
+        # The data centres share one model on the device, and take turns with it.
         copy_into(self.weights, self.parameters)
         self.trainer.optimizer = self.inner
         self.trainer.step = step
@@ -123,6 +126,7 @@ class DataCentre:
 def exchange(centres: Sequence[DataCentre]) -> None:
     """Let data centres exchange their differences, and continue from the anchor."""
     values = len(centres[0].weights)
+    # The same messages as between real data centres, so that their rounding is in the result.
     if len(centres) == 2:
         payloads = torch.stack([centre.outer.encode(centre.weights, 0) for centre in centres])
         for centre in centres:
@@ -136,6 +140,7 @@ def exchange(centres: Sequence[DataCentre]) -> None:
         ]
         for centre in centres:
             centre.outer.step_sums(torch.stack(sums), 0, values)
+    # All have decoded the same payloads, so their anchors have the same bits.
     for centre in centres:
         centre.weights.copy_(centre.outer.anchor)
 
@@ -188,6 +193,7 @@ def run_setting(trainer: Trainer, setting: Setting, checkpoint: Path, seed: int)
             losses += centre.train(begin, iter(share))
         exchange(centres)
     copy_into(centres[0].outer.anchor, centres[0].parameters)
+    # To the host once: the clock is read when everything has been computed.
     last = torch.stack(losses[-len(losses) // 10 :]).mean().item()
     seconds = time.perf_counter() - began
     return {

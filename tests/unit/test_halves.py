@@ -25,6 +25,7 @@ from megatron.compression.tensor_parallel.halves import (
     interleave,
 )
 from megatron.compression.tensor_parallel.halves_messages import ColumnStandIn, RowStandIn
+from megatron.compression.torch_native import norm
 from megatron.compression.torch_native.norm import TorchLayerNorm, TorchRMSNorm
 from taco_kernels import residual_norm
 from tests.unit.megatron_args import parsed
@@ -224,7 +225,7 @@ def _norm(kind: type = TorchLayerNorm, width: int = WIDTH) -> torch.nn.Module:
     return kind(SimpleNamespace(**settings), width)
 
 
-def _computed(norm: torch.nn.Module, codec: str | None) -> BlockInput:
+def _computed(module: torch.nn.Module, codec: str | None) -> BlockInput:
     """Return a computed input of a block behind a sum that a codec encodes."""
     site = _SumSite(codec and parse_codec(codec))
     residual = torch.ones(4, 1, WIDTH).requires_grad_()
@@ -233,9 +234,9 @@ def _computed(norm: torch.nn.Module, codec: str | None) -> BlockInput:
     row.pair("tp.forward", None, product.nbytes).forward("all_reduce").start(product)
     output = BlockOutput(row, product.clone().requires_grad_(), None, lambda total: None)
     layer = SimpleNamespace(site=site)
-    entered = BlockInput(residual, Block(torch.nn.Identity(), norm, layer, layer), output)
+    entered = BlockInput(residual, Block(torch.nn.Identity(), module, layer, layer), output)
     entered.compute()
-    torch.testing.assert_close(entered.y, norm(residual + product))
+    torch.testing.assert_close(entered.y, module(residual + product))
     return entered
 
 
@@ -255,19 +256,22 @@ def test_add_and_norm_are_one_pass_behind_a_sum_that_is_rounded(
 @pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_forward_hook"])
 def test_a_norm_with_hooks_is_called(register: str) -> None:
     """As with --overlap-param-gather, whose hooks wait for the norm's weight."""
-    norm = _norm()
+    module = _norm()
     called = []
-    getattr(norm, register)(lambda *_: called.append(register))
-    entered = _computed(norm, "int8")
+    getattr(module, register)(lambda *_: called.append(register))
+    entered = _computed(module, "int8")
     assert entered.backward.normed is None
     # The second call is the comparison's.
     assert called == [register] * 2
 
 
-def test_a_norm_that_no_kernel_holds_is_called() -> None:
+def test_a_norm_that_no_kernel_holds_is_called(monkeypatch) -> None:
+    """Of long rows, and of any on an AMD GPU."""
     longest = residual_norm.LONGEST_ROW
     assert _norm(width=longest).adds_in_one_pass
     assert not _norm(width=longest + 1).adds_in_one_pass
+    monkeypatch.setattr(norm, "AMD", True)
+    assert not _norm().adds_in_one_pass
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.compression.errors import InputError
 from taco_kernels import residual_norm
+from taco_kernels.common import AMD
 
 
 class _MegatronNorm:
@@ -42,7 +43,8 @@ class _MegatronNorm:
         # Before the constructor of torch's, which initialises the weight.
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         super().__init__(hidden_size, eps=eps)
-        self.adds_in_one_pass = hidden_size <= residual_norm.LONGEST_ROW
+        # On AMD's GPUs the definition would run in place of a kernel, slower than torch's norm.
+        self.adds_in_one_pass = hidden_size <= residual_norm.LONGEST_ROW and not AMD
         """Whether ``taco_kernels.residual_norm`` computes the same norm behind a residual add."""
         for parameter in self.parameters():
             # Each rank sees part of the sequence: finalize_model_grads sums these gradients over
