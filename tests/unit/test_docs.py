@@ -230,6 +230,8 @@ PRINTED = {
     "two_data_centres.md": (
         "closed the connection",
         "whose newest exchange was after its iteration",
+        "which has begun this exchange too, so the link is slow or lost",
+        "has not answered for",
     ),
     "data_parallel.md": ("no fused kernels for these messages",),
 }
