@@ -243,19 +243,7 @@ class Automatic:
         assert self.plan is not None and self._check is not None
         # Measuring goes on where it was interrupted.
         self.session.run.policy.meter.interval = self._meter_interval
-        useless = {}
-        for name, gain in verdict.gains.items():
-            direction = "less" if gain >= 0 else "more"
-            measured = f"iterations with it take {100 * abs(gain):.1f} % {direction}"
-            decision = "kept"
-            if name in verdict.trial.off:
-                useless[name] = f"switched off: in this run {measured}"
-                decision = "switched off"
-                if gain >= 0:
-                    # Faster, and yet not taken: it costs loss, and may be chance.
-                    decision += f", under {100 * LEAST_GAIN:g} % or what timings scatter by"
-            self._tell(f"{name.replace('_', ' ')}: {measured}: {decision}")
-        plan = self.plan.after_check(useless)
+        plan = self.plan.after_check(self._useless(verdict))
         if verdict.trial.recipe and TENSOR not in verdict.trial.off:
             recipe = tensor_recipe(verdict.trial.recipe)
             plan = plan.with_recipe(TENSOR, recipe, f"as fast in this run; loss: {recipe.source}")
@@ -274,6 +262,23 @@ class Automatic:
         self._settle(self._decided(plan))
         self._store(plan)
         self._tell(self._to_type(plan))
+
+    def _useless(self, verdict: Verdict) -> dict[str, str]:
+        """Log what each dimension's compression gains; return why those that are switched off do
+        not gain."""
+        useless: dict[str, str] = {}
+        for name, gain in verdict.gains.items():
+            direction = "less" if gain >= 0 else "more"
+            measured = f"iterations with it take {100 * abs(gain):.1f} % {direction}"
+            decision = "kept"
+            if name in verdict.trial.off:
+                useless[name] = f"switched off: in this run {measured}"
+                decision = "switched off"
+                if gain >= 0:
+                    # Faster, and yet not taken: it costs loss, and may be chance.
+                    decision += f", under {100 * LEAST_GAIN:g} % or what timings scatter by"
+            self._tell(f"{name.replace('_', ' ')}: {measured}: {decision}")
+        return useless
 
     def _compared(self, verdict: Verdict) -> str:
         """Return a line on what an iteration takes by each way that tensor parallelism could go, and
