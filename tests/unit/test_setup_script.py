@@ -145,7 +145,10 @@ def test_the_demo_trains_without_and_with_both_codecs(demo) -> None:
 
 def test_the_demo_says_what_each_codec_is_for(demo) -> None:
     shown = run(demo).stdout
-    assert "taco   the codec of the TACO paper. You type: --taco\n" in shown
+    assert (
+        "taco   the FP8 codec of the TACO paper, with outliers stored separately. You type: --taco\n"
+        in shown
+    )
     assert "int8   for your own runs: " in shown and "You type: --tp-compression int8\n" in shown
     assert "Whole logs" in shown and "are in runs/demo" in shown
 

@@ -84,7 +84,7 @@ class Block:
     """Its layer of the input, which sums the input's gradient."""
     row: torch.nn.Module
     """Its layer that sums the output, the last thing that ``module`` calls."""
-    draw: Callable[[torch.Tensor], Linear | None] = lambda total: None
+    draw: Callable[[torch.Tensor], Linear] | None = None
     """Draws the dropout of its output, given the output; None: no dropout."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of ``module``."""
@@ -180,7 +180,7 @@ class BlockOutput(NamedTuple):
     """The sum's node in the graph; it has no values."""
     bias: torch.Tensor | None
     """Added to the sum."""
-    draw: Callable[[torch.Tensor], Linear | None]
+    draw: Callable[[torch.Tensor], Linear] | None
     """See ``Block.draw``."""
 
 
@@ -266,7 +266,8 @@ class BlockInput:
             work, output.row.total = output.row.total, None
             total = work.wait().to(residual.dtype)
             bias = output.bias
-            drop = output.draw(total)
+            if output.draw is not None:
+                drop = output.draw(total)
             one_pass = self._adds_in_one_pass and output.row.is_lossy and drop is None
         if one_pass:
             self._add_and_norm(residual, total, bias)

@@ -53,10 +53,8 @@ class Dropout:
         self._masks: list[torch.Tensor] = []
         """Bool ``[s, b, h]`` of the halves that have not asked yet, True where a value stays."""
 
-    def __call__(self, total: torch.Tensor) -> Linear | None:
+    def __call__(self, total: torch.Tensor) -> Linear:
         """Return the next half's dropout; ``total`` is that half's output ``[s, b, h]``."""
-        if self.probability == 0:
-            return None
         if not self._masks:
             tokens, _, hidden = total.shape
             # The same call as the whole micro-batch would make, so the same random numbers.
@@ -70,14 +68,14 @@ class Dropout:
 
 
 def blocks_of(
-    layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence[Dropout]
+    layer: torch.nn.Module, arguments: dict[str, Any], draws: Sequence[Dropout | None]
 ) -> list[Block]:
     """Return the attention and the MLP of a layer as blocks of one half.
 
     Args:
         layer: a ``TransformerLayer``.
         arguments: of its attention, for this half.
-        draws: dropout of the attention's output, and of the MLP's.
+        draws: dropout of the attention's output, and of the MLP's; None: none.
     """
     attention = layer.self_attention
     mlp = layer.mlp
@@ -200,8 +198,9 @@ class HalvesBlock(TransformerBlock):
         first_arguments, second_arguments = _arguments_by_half(arguments, sizes)
         blocks = []
         for layer in layers:
-            probability = layer.hidden_dropout if self.training else 0.0
-            draws = [Dropout(probability, sizes), Dropout(probability, sizes)]
+            draws: list[Dropout | None] = [None, None]
+            if self.training and layer.hidden_dropout > 0:
+                draws = [Dropout(layer.hidden_dropout, sizes) for _ in draws]
             attention_1, mlp_1 = blocks_of(layer, first_arguments, draws)
             attention_2, mlp_2 = blocks_of(layer, second_arguments, draws)
             # The order in which ``interleave`` runs them: the halves take turns.
