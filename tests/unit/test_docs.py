@@ -262,7 +262,7 @@ ADVICE = (
     "For your own runs over slow links take `int8`; over NVLink leave compression off. "
     "`--taco` is the FP8 codec of the TACO paper, with outliers stored separately; "
     "to reproduce the paper take `--taco outliers=off`. "
-    "`int8` is smaller, as fast, and costs a tenth of either in loss, or less"
+    "`int8` is smaller, as fast, and costs about a tenth of either in loss, or less"
 )
 
 
