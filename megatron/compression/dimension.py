@@ -306,7 +306,8 @@ class SentOnce(ActivationConfig):
     @property
     def codec_names(self) -> tuple[str, str]:
         """The names of the forward and of the backward codec, for the log."""
-        forward, backward = self.forward_codec, self.backward_codec
+        forward = self.forward_codec
+        backward = self.backward_codec
         return (
             "uncompressed" if forward is None else forward.name,
             "uncompressed" if backward is None else backward.name,

@@ -18,10 +18,18 @@ from megatron.compression.communication.transport import Transports, over_tcp
 from megatron.compression.config import COMMUNICATORS, NODE_SIZE, from_environment
 from megatron.compression.data_parallel.config import DataParallelConfig
 from megatron.compression.errors import CompressionConfigError, refused_for, spelled
-from megatron.compression.names import Names, path_of_traffic
+from megatron.compression.names import PYTHON_NAMES, Names, path_of_traffic
 from taco_kernels.common.fast_launch import slow_launches
 
 Log = Callable[[str], None]
+
+REDUCE_NAMES = {
+    **PYTHON_NAMES.settings,
+    "data_parallel.compression": "reduce",
+    "data_parallel.outer": "reduce outer=",
+    "start_iteration": "start_iteration",
+}
+"""What the user of an ``attach(model, reduce=...)`` types for the settings of data parallelism."""
 
 
 def open_run(

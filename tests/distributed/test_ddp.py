@@ -23,25 +23,13 @@ from megatron.compression.data_parallel.compressor import (
 from megatron.compression.ddp import DdpCompression, attach
 from megatron.compression.errors import CompressionConfigError
 from tests.distributed.launch import UNKNOWN
+from tests.distributed.odd_block import WIDTH, Block
 from tests.distributed.spawn import spawn, spawned
 from tests.distributed.tiny_ddp import digest, same_everywhere
 from tests.distributed.transport_audit import TransportAudit, total_of
 
-WIDTH = 64
 DEVICE = "cpu"
 """Of the models; tests/gpu sets another one."""
-
-
-class Block(nn.Module):
-    """Its sizes do not divide by the ranks; an MLP is what tagc compresses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 401), nn.GELU(), nn.Linear(401, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(x))
 
 
 class Model(nn.Module):

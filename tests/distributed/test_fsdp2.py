@@ -24,25 +24,13 @@ from torch.distributed.tensor.parallel import (
 from megatron.compression.errors import CompressionConfigError
 from megatron.compression.fsdp2 import Fsdp2Compression, attach
 from tests.distributed.launch import UNKNOWN, go_back_to, pretrain, start, tiny_flags
+from tests.distributed.odd_block import WIDTH, Block
 from tests.distributed.spawn import spawn
 from tests.distributed.transport_audit import TransportAudit, total_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-WIDTH = 64
 DEVICE = "cpu"
 """Of the models; tests/gpu sets another one."""
-
-
-class Block(nn.Module):
-    """Its odd sizes do not divide by the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 401), nn.GELU(), nn.Linear(401, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.mlp(self.norm(x))
 
 
 def build(policy=BF16, *, nested=False, device=None, mesh=None, **options) -> nn.Module:

@@ -255,7 +255,7 @@ class Check:
 
     @property
     def count(self) -> int:
-        """How many ways to train are compared."""
+        """The number of ways to train that are compared."""
         return len(self._trials)
 
     @property

@@ -35,10 +35,11 @@ def shortage() -> str | None:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         # What torch holds and has not needed at once is free as well.
-        left = (free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()) / total
-        if left < ROOM:
+        unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+        free_share = (free + unused) / total
+        if free_share < ROOM:
             reason = (
-                f"iterations leave {100 * max(left, 0.0):.1f} % of a device's memory, under "
+                f"iterations leave {100 * max(free_share, 0.0):.1f} % of a device's memory, under "
                 f"{100 * ROOM:g} %"
             )
     return first_reason(reason)

@@ -164,19 +164,19 @@ class BackendAudit:
         """Return bytes beyond the ledgers' by ``_KEYS``: what was given over groups of these ranks,
         less what is known of these dimensions. Payloads are apart, since some transports are not
         seen."""
-        given: Counter[tuple[str, bool]] = Counter()
+        counted: Counter[tuple[str, bool]] = Counter()
         for (group, operation, is_payload), sent in self.given.items():
             ranks = set(dist.get_process_group_ranks(group))
             # A group belongs to the dimensions whose ranks hold all of its ranks.
             if len(ranks) > 1 and ranks <= members:
-                given[operation, is_payload] += sent
+                counted[operation, is_payload] += sent
         known: Counter[tuple[str, bool]] = Counter()
         for (traffic, operation, is_payload), sent in self._known.items():
             if any(traffic.startswith(DIMENSIONS[name]) for name in names):
                 known[operation, is_payload] += sent
         missing = []
         for key in _KEYS:
-            difference = given[key] - known[key]
+            difference = counted[key] - known[key]
             if key[0] != "all_to_all":  # whose sizes differ between ranks, so that ranks cancel out
                 difference = max(0, difference)
             missing.append(difference)

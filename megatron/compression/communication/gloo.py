@@ -47,16 +47,16 @@ def _wait_for_threads() -> None:
 def _states() -> list[str]:
     """Return the state of each thread of gloo, R for one that runs or waits for a CPU."""
     prefix = _THREAD
-    others: set[int | None] = set()
+    python_threads: set[int | None] = set()
     if torch.__version__.startswith("2.10."):
         # Gloo's threads are named as the process is there: all that Python has not started.
         prefix = Path("/proc/self/comm").read_text().strip()
-        others = {thread.native_id for thread in threading.enumerate()}
+        python_threads = {thread.native_id for thread in threading.enumerate()}
     states = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
             # 1234 (pt_gloo_runloop) S ...: the name may hold spaces and brackets.
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-            if name.startswith(prefix) and int(task.name) not in others:
+            if name.startswith(prefix) and int(task.name) not in python_threads:
                 states.append(rest.split()[0])
     return states

@@ -24,8 +24,9 @@ from megatron.compression.ddp.torch_ddp import (
 )
 from megatron.compression.dimension import print_on_first_rank
 from megatron.compression.errors import CompressionConfigError, spelled
-from megatron.compression.names import PYTHON_NAMES, Names
+from megatron.compression.names import Names
 from megatron.compression.one_model import (
+    REDUCE_NAMES,
     check_saved_memory,
     left_out_everything,
     log_if_on_one_host,
@@ -35,14 +36,7 @@ from megatron.compression.one_model import (
 )
 from megatron.compression.patches import symbols
 
-NAMES = Names(
-    {
-        **PYTHON_NAMES.settings,
-        "data_parallel.compression": "reduce",
-        "data_parallel.outer": "reduce outer=",
-        "start_iteration": "start_iteration",
-    }
-)
+NAMES = Names(REDUCE_NAMES)
 """What the user of ``attach`` types for the settings of data parallelism."""
 
 _unscaled: "weakref.WeakSet[DdpCompression]" = weakref.WeakSet()

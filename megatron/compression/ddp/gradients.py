@@ -74,7 +74,7 @@ class DdpGradients:
 
     @property
     def has_memory(self) -> bool:
-        """Whether what an iteration leaves out is added to the next one's gradients."""
+        """True where what an iteration leaves out is added to the next one's gradients."""
         return self.compressor is not None and self.compressor.has_memory
 
     def start(

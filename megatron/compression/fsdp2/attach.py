@@ -21,8 +21,9 @@ from megatron.compression.fsdp2.copies import IsCopy, copies_of
 from megatron.compression.fsdp2.gradients import GradientReduce, GradientSums
 from megatron.compression.fsdp2.parameter_group import ParameterGroup, Slots, parameter_groups
 from megatron.compression.fsdp2.weights import WeightGather
-from megatron.compression.names import PYTHON_NAMES, Names
+from megatron.compression.names import Names
 from megatron.compression.one_model import (
+    REDUCE_NAMES,
     check_saved_memory,
     left_out_everything,
     log_if_on_one_host,
@@ -31,15 +32,7 @@ from megatron.compression.one_model import (
     topology_of,
 )
 
-NAMES = Names(
-    {
-        **PYTHON_NAMES.settings,
-        "data_parallel.compression": "reduce",
-        "data_parallel.outer": "reduce outer=",
-        "data_parallel.weights": "gather",
-        "start_iteration": "start_iteration",
-    }
-)
+NAMES = Names({**REDUCE_NAMES, "data_parallel.weights": "gather"})
 """What the user of ``attach`` types for the settings of data parallelism."""
 
 

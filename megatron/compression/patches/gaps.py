@@ -419,8 +419,8 @@ def launch_optimizers_together() -> None:
     Why: without Transformer Engine and apex, megatron-core's stand-ins for their kernels take
     tensors one by one, and the host waits for each norm. In a profile of GPT-350M, of 292
     parameters, that was over 1,000 kernels with 5 to 10 us between them, outside of the iteration's
-    CUDA graph. Not reached: tensors on the CPU,
-    where the stand-ins stay; the copies of a distributed optimizer.
+    CUDA graph. Not reached: tensors on the CPU, where the stand-ins stay; the copies of a
+    distributed optimizer.
     """
     utils = importlib.import_module("megatron.core.utils")
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
